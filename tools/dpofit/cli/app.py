@@ -1,0 +1,77 @@
+"""`dpofit`: dispatches to one lazily imported module per subcommand and turns bad input into exit code 2."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from dpofit import __version__
+from dpofit.errors import BadInput
+
+# Each name is a module dpofit.cli.<name> with a function `command`; the text is its line in `dpofit --help`.
+COMMANDS = {
+    "list": "The recipes, with preset, hardware and documented limit.",
+    "show": "One recipe: its YAML, preset, environment and history.",
+    "copy": "Copy a recipe into a run folder of your own.",
+    "check": "Check a LLaMA-Factory YAML for mistakes before anything runs.",
+    "diff": "What differs between two recipes, overrides and DeepSpeed config included.",
+    "predict": "Peak GPU, host and disk memory of a job, per phase.",
+    "limits": "The longest prompt that fits, and what binds.",
+    "compare": "Recipes side by side: memory, longest prompt, relative step time.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the `dpofit` script. Exit codes: 0 yes, 1 the answer is no, 2 bad input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _root(arguments)(arguments, prog_name="dpofit")
+    except BadInput as bad:
+        for problem in bad.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BrokenPipeError:  # `dpofit … | head` closed the pipe: not an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+
+
+def _root(arguments: Sequence[str]) -> typer.Typer:
+    """The typer app; only the subcommand that is asked for is imported, so each answers in well under a second."""
+    root = typer.Typer(
+        help="Memory-tuned DPO recipes for LLaMA-Factory: what fits, before anything runs.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    root.callback()(_version_option)
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        if name == wanted:
+            run = importlib.import_module(f"dpofit.cli.{name}").command
+            root.command(name)(run)
+        else:
+            root.command(name, help=summary)(_not_imported)
+    return root
+
+
+def _not_imported() -> None:
+    """Stands in `--help` for a subcommand whose module was not asked for."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dpofit {__version__}")
+        raise typer.Exit
+
+
+def _version_option(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
