@@ -1,0 +1,1 @@
+"""What the job runs on: GPUs, nodes, host RAM, disk."""

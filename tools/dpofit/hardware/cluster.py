@@ -1,0 +1,33 @@
+"""The machine a job runs on: GPU capacity with its source, nodes, host RAM and disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of card. `capacity_bytes` is what torch reports as total memory, not the number on the box."""
+
+    name: str
+    capacity_bytes: int
+    source: str
+    context_bytes: int  # CUDA context + kernels of a training process, before any tensor
+    bf16_tflops: float | None = None  # dense peak; None when unknown (an exact --gpu SIZE)
+    pcie_gb_per_s: float | None = None
+    bf16: bool = True  # pre-Ampere cards have no bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`nodes` equal nodes of `gpus_per_node` cards; host RAM and disk are per node and may be unknown."""
+
+    gpu: Gpu
+    nodes: int = 1
+    gpus_per_node: int = 8
+    host_ram_bytes: int | None = None
+    disk_bytes: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node

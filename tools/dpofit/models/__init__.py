@@ -1,0 +1,1 @@
+"""Shapes of dense decoder models, from a known name or a config.json."""

@@ -1,0 +1,1 @@
+"""A LLaMA-Factory YAML, its DeepSpeed JSON, overrides and environment, resolved into one Recipe."""
