@@ -1,0 +1,139 @@
+"""The recipe catalogue on disk: where it is, which file a name means, which environment its card asks for.
+
+Kept cheap to import and to ask (`predict` uses it on every run): names are answered from file names alone; cards
+are parsed and validated (cards.py) only by those who show them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import dpofit
+from dpofit.errors import BadInput, Problem
+
+if TYPE_CHECKING:
+    from dpofit.recipe.cards import RecipeCard
+
+_RECIPE_FILE = re.compile(r"(?P<name>[a-z0-9][a-z0-9.-]*?)\.v(?P<version>[0-9]+)\.yaml")
+_RECIPE_NAME = re.compile(r"(?:(?P<family>[^/]+)/)?(?P<name>[^/]+?)(?:\.v(?P<version>[0-9]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueFile:
+    """One recipe file: `<family>/<name>.v<version>.yaml`."""
+
+    family: str
+    name: str
+    version: int
+    path: Path
+
+    @property
+    def full_name(self) -> str:
+        """`qwen2.5-72b-dpo/full-z3.v1`."""
+        return f"{self.family}/{self.name}.v{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    """A recipe file with what its family's card says about it."""
+
+    file: CatalogueFile
+    card: RecipeCard
+
+
+def catalogue_root() -> Path:
+    """The folder that holds `recipes/` and `deepspeed/`: the checkout, or the installed package's data.
+
+    A recipe's `deepspeed: deepspeed/z3.json` is relative to this folder.
+    """
+    package = Path(dpofit.__file__).resolve().parent
+    installed = package / "catalogue"
+    return installed if installed.is_dir() else package.parents[1]
+
+
+def recipe_files() -> tuple[CatalogueFile, ...]:
+    """Every recipe file, all versions, ordered by family, name, version."""
+    found = []
+    for path in (catalogue_root() / "recipes").glob("*/*.yaml"):
+        if match := _RECIPE_FILE.fullmatch(path.name):
+            found.append(CatalogueFile(path.parent.name, match["name"], int(match["version"]), path))
+    return tuple(sorted(found, key=lambda file: (file.family, file.name, file.version)))
+
+
+def newest(files: tuple[CatalogueFile, ...]) -> tuple[CatalogueFile, ...]:
+    """The newest version of each recipe, order kept."""
+    latest = {(file.family, file.name): file for file in sorted(files, key=lambda file: file.version)}
+    return tuple(file for file in files if latest[file.family, file.name] is file)
+
+
+def find_recipe(name: str) -> Path | None:
+    """`full-z3`, `full-z3.v1`, `qwen2.5-72b-dpo/full-z3[.v1]` → its file (newest version if none is named).
+
+    None when the catalogue has no such recipe. BadInput when several families have it and none is named.
+    """
+    wanted = _RECIPE_NAME.fullmatch(name.removesuffix(".yaml"))
+    if wanted is None:
+        return None
+    matching = tuple(
+        file
+        for file in recipe_files()
+        if file.name == wanted["name"]
+        and wanted["family"] in (None, file.family)
+        and wanted["version"] in (None, str(file.version))
+    )
+    choices = newest(matching)
+    if len(choices) > 1:
+        listed = ", ".join(f"{file.family}/{name}" for file in choices)
+        raise BadInput(Problem(name, None, f"{len(choices)} families have a recipe of this name", f"Say which: {listed}"))
+    return choices[0].path if choices else None
+
+
+def catalogue_file(path: Path) -> CatalogueFile | None:
+    """The catalogue's own record of a recipe file; None for a file that is not in the catalogue."""
+    path = path.resolve()
+    match = _RECIPE_FILE.fullmatch(path.name)
+    if match is None or path.parent.parent != catalogue_root() / "recipes":
+        return None
+    return CatalogueFile(path.parent.name, match["name"], int(match["version"]), path)
+
+
+def card_environment(path: Path) -> dict[str, str]:
+    """Environment variables that a catalogue recipe's preset and card set, the card's over the preset's.
+
+    Empty for a file that is not in the catalogue.
+    """
+    file = catalogue_file(path)
+    if file is None:
+        return {}
+    recipe = read_yaml(path.parent / "card.yaml")["recipes"][file.name]
+    preset = read_yaml(catalogue_root() / "recipes" / "presets.yaml")["presets"][recipe["preset"]]
+    variables = {**preset.get("env", {}), **recipe.get("env", {})}
+    return {name: str(variable["value"]) for name, variable in variables.items()}
+
+
+def card_of(path: Path) -> RecipeCard | None:
+    """What the family's card says about a catalogue recipe; None for a file that is not in the catalogue."""
+    from dpofit.recipe.cards import read_family_card
+
+    file = catalogue_file(path)
+    return None if file is None else read_family_card(path.parent / "card.yaml").recipes[file.name]
+
+
+def all_recipes() -> tuple[CatalogueEntry, ...]:
+    """Newest version of every recipe, with its card."""
+    from dpofit.recipe.cards import read_family_card
+
+    files = newest(recipe_files())
+    families = {file.family: read_family_card(file.path.parent / "card.yaml") for file in files}
+    return tuple(CatalogueEntry(file, families[file.family].recipes[file.name]) for file in files)
+
+
+def read_yaml(path: Path) -> Any:
+    """A YAML file of the catalogue, by libyaml where PyYAML was built with it (10 times faster)."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 (a safe loader)
