@@ -109,9 +109,12 @@ def card_environment(path: Path) -> dict[str, str]:
     if file is None:
         return {}
     recipe = read_yaml(path.parent / "card.yaml")["recipes"][file.name]
-    preset = read_yaml(catalogue_root() / "recipes" / "presets.yaml")["presets"][recipe["preset"]]
-    variables = {**preset.get("env", {}), **recipe.get("env", {})}
-    return {name: str(variable["value"]) for name, variable in variables.items()}
+    presets = read_yaml(catalogue_root() / "recipes" / "presets.yaml")
+    knobs = [presets["knobs"][knob] for knob in presets["presets"][recipe["preset"]]["knobs"]]
+    variables: dict[str, dict[str, str]] = {}
+    for source in (*knobs, recipe):
+        variables.update(source.get("env", {}))
+    return {name: variable["value"] for name, variable in variables.items()}
 
 
 def card_of(path: Path) -> RecipeCard | None:

@@ -1,0 +1,156 @@
+"""What card.yaml and presets.yaml may say, validated: unknown keys and wrong types are refused, all at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from dpofit.errors import BadInput, Problem
+from dpofit.recipe.catalogue import catalogue_root, read_yaml
+from dpofit.units import parse_bytes
+
+Value = bool | int | float | str
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Variable(_Strict):
+    """An environment variable and the reason for it."""
+
+    value: str
+    why: str
+
+
+class Knob(_Strict):
+    """One choice that changes memory: the LLaMA-Factory keys it sets, the environment it needs, and why."""
+
+    settings: Mapping[str, Value] = Field(default_factory=dict)
+    env: Mapping[str, Variable] = Field(default_factory=dict)
+    why: str
+
+
+class Preset(_Strict):
+    """A named set of knobs."""
+
+    title: str
+    knobs: tuple[str, ...]
+
+    @field_validator("knobs", mode="before")
+    @classmethod
+    def _tuple(cls, knobs: object) -> object:
+        return tuple(knobs) if isinstance(knobs, list) else knobs
+
+
+class Presets(_Strict):
+    """presets.yaml: knobs, presets, defaults and the layout of a rendered recipe (section → key → comment)."""
+
+    knobs: Mapping[str, Knob]
+    presets: Mapping[str, Preset]
+    defaults: Mapping[str, Value]
+    layout: Mapping[str, Mapping[str, str]]
+
+    def knobs_of(self, preset: str) -> dict[str, Knob]:
+        """The knobs of a preset, in its order."""
+        return {name: self.knobs[name] for name in self.presets[preset].knobs}
+
+
+class Hardware(_Strict):
+    """The cluster a recipe is written for. `gpu` is a profile name of dpofit; `host_ram` is one node's."""
+
+    nodes: int = Field(ge=1)
+    gpus_per_node: int = Field(ge=1)
+    gpu: str
+    host_ram: str
+
+    @field_validator("host_ram")
+    @classmethod
+    def _is_a_size(cls, text: str) -> str:
+        parse_bytes(text)
+        return text
+
+    @property
+    def world_size(self) -> int:
+        """GPUs over all nodes."""
+        return self.nodes * self.gpus_per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.gpus_per_node} {self.gpu}, {self.host_ram}"
+
+
+class Documented(_Strict):
+    """A prompt limit that someone else reported, and where."""
+
+    prompt_tokens: int
+    source: str
+
+
+class RecipeCard(_Strict):
+    """What the YAML of one recipe can't say. `prompt_tokens + response_tokens` is its cutoff_len."""
+
+    version: int = Field(ge=1)
+    preset: str
+    title: str | None = None  # None: the preset's
+    hardware: Hardware
+    prompt_tokens: int = Field(ge=1)
+    response_tokens: int = Field(ge=1)
+    settings: Mapping[str, Value]
+    env: Mapping[str, Variable] = Field(default_factory=dict)
+    documented: Documented | None = None
+    versions: Mapping[int, str]  # what changed in each version
+    history: str = ""  # how it was in 2024
+    notes: str = ""
+
+
+class FamilyCard(_Strict):
+    """card.yaml: what a family's recipes share, and a card for each."""
+
+    family: str
+    title: str
+    settings: Mapping[str, Value]
+    hardware: Mapping[str, Hardware]
+    recipes: Mapping[str, RecipeCard]
+
+
+def read_family_card(path: Path) -> FamilyCard:
+    """A family's card.yaml; BadInput with every problem in it."""
+    return _validated(FamilyCard, path)
+
+
+def read_presets(path: Path | None = None) -> Presets:
+    """presets.yaml (the catalogue's own by default); BadInput with every problem in it."""
+    return _validated(Presets, path or catalogue_root() / "recipes" / "presets.yaml")
+
+
+def environment_of(card: RecipeCard, presets: Presets) -> dict[str, Variable]:
+    """Environment with reasons: what the preset's knobs need, the card's own over it."""
+    variables: dict[str, Variable] = {}
+    for knob in presets.knobs_of(card.preset).values():
+        variables.update(knob.env)
+    return {**variables, **card.env}
+
+
+def deepspeed_summary(card: RecipeCard, presets: Presets) -> str:
+    """`z3`, `z3 offload`, …: the DeepSpeed file of the preset in a word, `-` without one."""
+    for knob in presets.knobs_of(card.preset).values():
+        if "deepspeed" in knob.settings:
+            return Path(str(knob.settings["deepspeed"])).stem.replace("_", " ")
+    return "-"
+
+
+def _validated(model: type[_Model], path: Path) -> _Model:
+    try:
+        return model.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise BadInput(
+            [
+                Problem(str(path), ".".join(map(str, found["loc"])), found["msg"], f"Found {json.dumps(found['input'], default=str)[:80]}")
+                for found in error.errors()
+            ]
+        ) from None
