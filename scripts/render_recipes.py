@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Renders the newest version of every recipe from its family's card.yaml and presets.yaml.
 
-    python scripts/render_recipes.py             write what is new; refuses to change a released file
-    python scripts/render_recipes.py --release   the same, then add the new files to recipes/checksums.txt
-    python scripts/render_recipes.py --check     write nothing; exit 1 when a file differs, is missing or is orphaned
+python scripts/render_recipes.py             write what is new; refuses to change a released file
+python scripts/render_recipes.py --release   the same, then add the new files to recipes/checksums.txt
+python scripts/render_recipes.py --check     write nothing; exit 1 on a changed, missing or orphaned file
 """
 
 from __future__ import annotations
@@ -13,29 +13,55 @@ import hashlib
 import sys
 from pathlib import Path
 
-from dpofit.errors import BadInput
-from dpofit.recipe.cards import read_family_card, read_presets
-from dpofit.recipe.render import file_name, render
+from dpofit.errors import BadInput, Problem
+from dpofit.recipe.cards import FamilyCard, read_family_card, read_presets
+from dpofit.recipe.render import render
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKSUMS = Path("recipes/checksums.txt")
 RAISE = "a released file never changes: raise its version in card.yaml and say in `versions` what changed"
 
 
+def families(root: Path) -> list[FamilyCard]:
+    """Every card.yaml under recipes/, validated; its `family` must be its folder's name."""
+    cards = {path.parent.name: read_family_card(path) for path in sorted(root.glob("recipes/*/card.yaml"))}
+    for folder, card in cards.items():
+        if card.family != folder:
+            raise BadInput(
+                Problem(f"recipes/{folder}/card.yaml", "family", f"is {card.family}", f"Write {folder}")
+            )
+    return list(cards.values())
+
+
 def rendered_recipes(root: Path) -> dict[Path, str]:
     """Path under `root` → text, for the newest version of every recipe of every card."""
     presets = read_presets(root / "recipes/presets.yaml")
-    texts = {}
-    for card_path in sorted(root.glob("recipes/*/card.yaml")):
-        family = read_family_card(card_path)
-        for name, card in family.recipes.items():
-            texts[card_path.parent.relative_to(root) / file_name(name, card)] = render(family, name, presets)
-    return texts
+    return {
+        recipe_path(family.family, name, card.version): render(family, name, presets)
+        for family in families(root)
+        for name, card in family.recipes.items()
+    }
+
+
+def carded_recipes(root: Path) -> set[Path]:
+    """Path under `root` of every version of every recipe that a card has an entry for."""
+    return {
+        recipe_path(family.family, name, version)
+        for family in families(root)
+        for name, card in family.recipes.items()
+        for version in card.versions
+    }
+
+
+def recipe_path(family: str, name: str, version: int) -> Path:
+    return Path("recipes") / family / f"{name}.v{version}.yaml"
 
 
 def frozen_files(root: Path) -> set[Path]:
     """Files a release freezes: every recipe, and the DeepSpeed configs they name."""
-    recipes = set(root.glob("recipes/*/*.yaml")) - set(root.glob("recipes/*/card.yaml"))
+    recipes = {
+        path for path in root.glob("recipes/**/*.y*ml") if path.name not in ("card.yaml", "presets.yaml")
+    }
     return {path.relative_to(root) for path in recipes | set(root.glob("deepspeed/*.json"))}
 
 
@@ -66,10 +92,12 @@ def problems(root: Path) -> list[str]:
             found.append(f"{path}: released, but gone")
         elif sha256(root / path) != digest:
             found.append(f"{path}: released, but changed; {RAISE}")
-    older = {path for path in checksums if path.suffix == ".yaml"} - texts.keys()
-    for path in sorted(present - texts.keys() - older):
-        if path.suffix == ".yaml":
-            found.append(f"{path}: no card has an entry for it")
+    recipes, carded = {path for path in present if path.suffix != ".json"}, carded_recipes(root)
+    found += [f"{path}: no card has an entry for this version" for path in sorted(recipes - carded)]
+    found += [
+        f"{path}: a card speaks of it, but it is not there"
+        for path in sorted(carded - recipes - texts.keys())
+    ]
     return found
 
 
@@ -99,7 +127,9 @@ def release(root: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="write nothing, exit 1 on drift")
     mode.add_argument("--release", action="store_true", help="add new files to recipes/checksums.txt")
@@ -112,7 +142,8 @@ def main() -> int:
         return 2
     if options.release and not found:
         release(options.root)
-    print(*found, sep="\n", file=sys.stderr) if found else None
+    for problem in found:
+        print(problem, file=sys.stderr)
     return 1 if found else 0
 
 

@@ -1,4 +1,4 @@
-"""What card.yaml and presets.yaml may say, validated: unknown keys and wrong types are refused, all at once."""
+"""What card.yaml and presets.yaml may say; unknown keys and wrong types are refused, all at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+from yaml import YAMLError
 
 from dpofit.errors import BadInput, Problem
 from dpofit.recipe.catalogue import catalogue_root, read_yaml
@@ -49,7 +51,7 @@ class Preset(_Strict):
 
 
 class Presets(_Strict):
-    """presets.yaml: knobs, presets, defaults and the layout of a rendered recipe (section → key → comment)."""
+    """presets.yaml: knobs, presets, defaults, and a recipe file's layout (section → key → comment)."""
 
     knobs: Mapping[str, Knob]
     presets: Mapping[str, Preset]
@@ -147,10 +149,12 @@ def deepspeed_summary(card: RecipeCard, presets: Presets) -> str:
 def _validated(model: type[_Model], path: Path) -> _Model:
     try:
         return model.model_validate(read_yaml(path))
+    except YAMLError as error:
+        raise BadInput(Problem(str(path), None, f"is not YAML: {error}", "")) from None
     except ValidationError as error:
-        raise BadInput(
-            [
-                Problem(str(path), ".".join(map(str, found["loc"])), found["msg"], f"Found {json.dumps(found['input'], default=str)[:80]}")
-                for found in error.errors()
-            ]
-        ) from None
+        raise BadInput([_problem(path, found) for found in error.errors()]) from None
+
+
+def _problem(path: Path, found: ErrorDetails) -> Problem:
+    key = ".".join(map(str, found["loc"]))
+    return Problem(str(path), key, found["msg"], f"Found {json.dumps(found['input'], default=str)[:80]}")

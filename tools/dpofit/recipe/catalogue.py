@@ -1,7 +1,7 @@
 """The recipe catalogue on disk: where it is, which file a name means, which environment its card asks for.
 
-Kept cheap to import and to ask (`predict` uses it on every run): names are answered from file names alone; cards
-are parsed and validated (cards.py) only by those who show them.
+Kept cheap to import and to ask (`predict` uses it on every run): names are answered from file names alone;
+cards are parsed and validated (cards.py) only by those who show them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def find_recipe(name: str) -> Path | None:
     choices = newest(matching)
     if len(choices) > 1:
         listed = ", ".join(f"{file.family}/{name}" for file in choices)
-        raise BadInput(Problem(name, None, f"{len(choices)} families have a recipe of this name", f"Say which: {listed}"))
+        raise BadInput(
+            Problem(name, None, f"{len(choices)} families have a recipe of this name", f"Say which: {listed}")
+        )
     return choices[0].path if choices else None
 
 
@@ -139,4 +141,4 @@ def read_yaml(path: Path) -> Any:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)  # noqa: S506 (a safe loader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)

@@ -1,4 +1,4 @@
-"""Renders recipe files: family and card, preset and defaults in; a fully expanded, commented LLaMA-Factory YAML out."""
+"""Renders recipe files: card, preset and defaults in; a fully expanded, commented LLaMA-Factory YAML out."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ import json
 from dpofit.errors import BadInput, Problem
 from dpofit.recipe.cards import FamilyCard, Presets, RecipeCard, Value, environment_of
 
-_COMMENT_COLUMN = 46
-
-
-def file_name(name: str, card: RecipeCard) -> str:
-    """`full-z3.v1.yaml`."""
-    return f"{name}.v{card.version}.yaml"
+_COMMENT_COLUMN = 42
 
 
 def recipe_settings(family: FamilyCard, name: str, presets: Presets) -> dict[str, Value]:
@@ -52,7 +47,9 @@ def render(family: FamilyCard, name: str, presets: Presets) -> str:
     }
     homeless = settings.keys() - {key for section in presets.layout.values() for key in section}
     if homeless:
-        raise BadInput([Problem("presets.yaml", key, "has no place in layout", "Add it") for key in sorted(homeless)])
+        raise BadInput(
+            [Problem("presets.yaml", key, "has no place in layout", "Add it") for key in sorted(homeless)]
+        )
     lines = _header(family, name, presets)
     for section, keys in presets.layout.items():
         lines += ["", f"### {section}"]
@@ -63,7 +60,8 @@ def render(family: FamilyCard, name: str, presets: Presets) -> str:
 def cutoff_sum(card: RecipeCard) -> str:
     """The sum behind `cutoff_len`, as its comment shows it."""
     total = card.prompt_tokens + card.response_tokens
-    return f"prompt {card.prompt_tokens:,} + answer {card.response_tokens:,} = {total:,} tokens; higher uses more memory"
+    parts = f"prompt {card.prompt_tokens:,} + answer {card.response_tokens:,}"
+    return f"{parts} = {total:,} tokens; higher uses more memory"
 
 
 def batch_sum(card: RecipeCard, settings: dict[str, Value]) -> str:
@@ -80,19 +78,17 @@ def batch_sum(card: RecipeCard, settings: dict[str, Value]) -> str:
 def _header(family: FamilyCard, name: str, presets: Presets) -> list[str]:
     card = family.recipes[name]
     hardware = card.hardware
-    path = f"recipes/{family.family}/{file_name(name, card)}"
-    environment = environment_of(card, presets)
-    lines = [
-        f"# {family.family}/{name}.v{card.version}: {card.title or presets.presets[card.preset].title}",
-        f"# Written for {hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu} with {hardware.host_ram} of RAM a node."
-        " Edit the model, dataset and output paths.",
-        f"# Run: dpofit copy {family.family}/{name} DIR, then the command it prints. Or, where deepspeed/ is and on every node:",
-        f"#   llamafactory-cli train {path}",
-        "# with this environment:",
-        *(f"#   {variable}={setting.value}" for variable, setting in environment.items()),
-        f"# Rendered from card.yaml and ../presets.yaml by scripts/render_recipes.py; released versions don't change.",
+    nodes = f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
+    variables = environment_of(card, presets)
+    return [
+        f"# {family.family}/{name}.v{card.version}",
+        f"# {card.title or presets.presets[card.preset].title}",
+        f"# Written for {hardware} of RAM a node. Set model, dataset and output paths to yours.",
+        f"# Run `dpofit copy {family.family}/{name} DIR` and what it prints;",
+        f"# or `llamafactory-cli train` on this file{nodes}, from the folder that holds deepspeed/, with",
+        *(f"#   {variable}={setting.value}" for variable, setting in variables.items()),
+        "# Rendered from card.yaml and ../presets.yaml; a released version never changes.",
     ]
-    return lines
 
 
 def _line(key: str, value: Value, comment: str) -> str:
