@@ -1,0 +1,178 @@
+"""Rotary positions and attention on the tape: flash, memory-efficient with a mask, eager.
+
+Sources: transformers 5.5.4 models/qwen2/modeling_qwen2.py, integrations/sdpa_attention.py; liger-kernel 0.8.5
+ops/rope.py; the attention kernels as cited. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from dpofit.memory.spec import BF16, FP32, LayerSpec
+from dpofit.memory.tape import Storage, Tape, Value
+
+
+class AttentionOps:
+    """Attention operators, writing to one tape."""
+
+    def __init__(self, spec: LayerSpec, tape: Tape) -> None:
+        self.spec, self.tape = spec, tape
+
+    def rope(self, q: Value, k: Value) -> tuple[Value, Value]:
+        """Rotary positions: q*cos + rotate_half(q)*sin out of place; Liger rotates in place."""
+        spec, tape = self.spec, self.tape
+        if spec.liger:
+            return q, k
+        factor = spec.residual_bytes // BF16  # cos and sin have the hidden states' dtype
+        out = []
+        for name, x in (("q", q), ("k", k)):
+            size = x.storage.size_bytes
+            product = tape.new(f"rope.{name}.cos", size * factor, "workspace")
+            negated = tape.new(f"rope.{name}.neg", size // 2, "workspace")
+            rotated = tape.new(f"rope.{name}.rotated", size, "workspace")
+            tape.drop(negated)
+            sine = tape.new(f"rope.{name}.sin", size * factor, "workspace")
+            tape.drop(rotated)
+            y = Value(tape.new(f"rope.{name}.out", size * factor, "activations"), x.needs_grad)
+            tape.drop(product, sine)
+            if factor == 2:  # autocast brings q and k back to bf16 for the attention kernel
+                narrow = tape.new(f"rope.{name}.bf16", size, "activations")
+                tape.drop(y.storage)
+                y.storage = narrow
+
+            def backward(grad: Storage, x: Value = x, size: int = size, name: str = name) -> None:
+                sine_grad = tape.new(f"rope.{name}.grad_sin", size * factor, "workspace")
+                half = tape.new(f"rope.{name}.grad_half", size * factor, "workspace")
+                tape.drop(sine_grad)
+                cosine_grad = tape.new(f"rope.{name}.grad_cos", size * factor, "activation_grads")
+                tape.drop(half)
+                if factor == 2:
+                    narrow = tape.new(f"rope.{name}.grad_bf16", size, "activation_grads")
+                    tape.drop(cosine_grad)
+                    cosine_grad = narrow
+                tape.give(x, cosine_grad)
+
+            tape.node(y, [], backward)
+            out.append(y)
+        tape.drop(q.storage, k.storage)  # query_states and key_states are rebound when the function returns
+        return out[0], out[1]
+
+    def attention(self, q: Value, k: Value, v: Value, mask: Storage | None) -> Value:
+        kind = self.spec.attention
+        if kind == "eager":
+            return self._eager_attention(q, k, v)
+        if kind == "efficient":
+            return self._efficient_attention(q, k, v, mask)
+        return self._flash_attention(q, k, v)
+
+    def _flash_attention(self, q: Value, k: Value, v: Value) -> Value:
+        """FlashAttention-2 (flash_attn_interface.py, csrc/flash_attn/flash_api.cpp mha_bwd): saves q, k, v, out and
+        fp32 log-sum-exp; backward has an fp32 dq accumulator and, with grouped heads, per-head dk and dv."""
+        spec, tape, model = self.spec, self.tape, self.spec.model
+        grouped = model.kv_heads != model.heads
+        if spec.attention == "flash_varlen":  # padding: _upad_input copies q, k, v without the padding
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                packed = tape.new(f"attention.unpad_{name}", x.storage.size_bytes, "activations")
+                tape.drop(x.storage)
+                x.storage = packed
+        out = Value(tape.new("attention.out", spec.query, "activations"), q.needs_grad)
+        lse = tape.new("attention.lse", spec.tokens * model.heads * FP32, "activations")
+        kernel_out = tape.hold(out.storage)
+
+        def backward(grad: Storage) -> None:
+            unpadded = (
+                tape.new("attention.grad_unpad", spec.query, "activation_grads")
+                if spec.attention == "flash_varlen"
+                else None
+            )
+            dq = tape.new("attention.dq", spec.query, "activation_grads")
+            dk = tape.new("attention.dk", spec.key, "activation_grads")
+            dv = tape.new("attention.dv", spec.key, "activation_grads")
+            softmax_d = tape.new("attention.softmax_d", spec.tokens * model.heads * FP32, "workspace")
+            dq_accum = tape.new("attention.dq_accum", spec.query * 2, "workspace")
+            expanded = tape.new("attention.dkv_expanded", 2 * spec.query if grouped else 0, "workspace")
+            tape.drop(softmax_d, dq_accum, expanded, unpadded)
+            tape.give(q, dq)
+            tape.give(k, dk)
+            tape.give(v, dv)
+
+        tape.node(out, [q.storage, k.storage, v.storage, kernel_out, lse], backward)
+        if spec.attention == "flash_varlen":  # pad_input writes a padded copy; the kernel's own output stays saved
+            out.storage = tape.new("attention.padded", spec.query, "activations")
+            tape.drop(kernel_out)
+        tape.drop(kernel_out, lse, q.storage, k.storage, v.storage)
+        return out
+
+    def _efficient_attention(self, q: Value, k: Value, v: Value, mask: Storage | None) -> Value:
+        """SDPA with a mask: K and V repeated to all heads (sdpa_attention.py use_gqa_in_sdpa is false), the bool mask
+        turned into a bf16 bias per call (ATen transformers/attention.cpp convert_boolean_attn_mask), then the
+        memory-efficient kernel; its backward accumulates dq in fp32."""
+        spec, tape, model = self.spec, self.tape, self.spec.model
+        repeats = model.heads // model.kv_heads
+        wide = []
+        for name, x in (("k", k), ("v", v)):
+            if repeats == 1:
+                wide.append(x)
+                continue
+            y = Value(tape.new(f"attention.repeat_{name}", spec.query, "activations"), x.needs_grad)
+
+            def spread(grad: Storage, x: Value = x, name: str = name) -> None:
+                tape.give(x, tape.new(f"attention.sum_{name}", spec.key, "activation_grads"))
+
+            tape.node(y, [], spread)
+            tape.drop(x.storage)
+            wide.append(y)
+        bias = tape.new("attention.bias", spec.rows * spec.tokens_per_row**2 * BF16 if mask else 0, "attention_mask")
+        out = Value(tape.new("attention.out", spec.query, "activations"), q.needs_grad)
+        lse = tape.new("attention.lse", spec.tokens * model.heads * FP32, "activations")
+
+        def backward(grad: Storage) -> None:
+            grads = [tape.new(f"attention.d{name}", spec.query, "activation_grads") for name in "qkv"]
+            delta = tape.new("attention.delta", spec.tokens * model.heads * FP32, "workspace")
+            accumulator = tape.new("attention.dq_accum", spec.query * 2, "workspace")
+            tape.drop(delta, accumulator)
+            for value, gradient in zip((q, *wide), grads, strict=True):
+                tape.give(value, gradient)
+
+        tape.node(out, [q.storage, wide[0].storage, wide[1].storage, out.storage, lse, bias], backward)
+        tape.drop(lse, bias, q.storage, wide[0].storage, wide[1].storage)
+        return out
+
+    def _eager_attention(self, q: Value, k: Value, v: Value) -> Value:
+        """modeling_qwen2.py eager_attention_forward: scores, fp32 softmax and bf16 weights, all [rows, heads, T, T]."""
+        spec, tape, model = self.spec, self.tape, self.spec.model
+        scores = spec.rows * model.heads * spec.tokens_per_row**2
+        repeats = model.heads // model.kv_heads
+        wide_size = spec.query if repeats > 1 else 0
+        k_wide, v_wide = (tape.new(f"attention.repeat_{n}", wide_size, "activations") for n in "kv")
+        raw = tape.new("attention.scores", scores * BF16, "attention_scores")
+        scaled = tape.new("attention.scaled", scores * BF16, "attention_scores")
+        tape.drop(raw)
+        masked = tape.new("attention.masked", scores * BF16, "attention_scores")
+        tape.drop(scaled)
+        wide = tape.new("attention.scores_fp32", scores * FP32, "attention_scores")
+        softmax = tape.new("attention.softmax", scores * FP32, "attention_scores")
+        tape.drop(wide)
+        weights = tape.new("attention.weights", scores * BF16, "attention_scores")
+        tape.drop(masked)
+        out = Value(tape.new("attention.out", spec.query, "activations"), q.needs_grad)
+
+        def backward(grad: Storage) -> None:
+            dv = tape.new("attention.dv_wide", spec.query, "activation_grads")
+            d_weights = tape.new("attention.d_weights", scores * BF16, "attention_scores")
+            tape.give(v, tape.new("attention.dv", spec.key, "activation_grads"))
+            tape.drop(dv)
+            d_softmax = tape.new("attention.d_softmax", scores * FP32, "attention_scores")
+            tape.drop(d_weights)
+            d_wide = tape.new("attention.d_scores_fp32", scores * FP32, "attention_scores")
+            tape.drop(d_softmax)
+            d_scores = tape.new("attention.d_scores", scores * BF16, "attention_scores")
+            tape.drop(d_wide)
+            d_scaled = tape.new("attention.d_scaled", scores * BF16, "attention_scores")
+            tape.drop(d_scores)
+            tape.give(q, tape.new("attention.dq", spec.query, "activation_grads"))
+            tape.give(k, tape.new("attention.dk", spec.key, "activation_grads"))
+            tape.drop(d_scaled)
+
+        tape.node(out, [q.storage, k_wide if repeats > 1 else k.storage, v_wide if repeats > 1 else v.storage,
+                        softmax, weights], backward)  # fmt: skip
+        tape.drop(k_wide, v_wide, softmax, weights, q.storage, k.storage, v.storage)
+        return out

@@ -1,0 +1,67 @@
+"""One decoder layer on the tape, in the order of transformers' Qwen2/Qwen3/Llama decoder layers (5.5.4)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dpofit.memory.attention import AttentionOps
+from dpofit.memory.ops import Ops
+from dpofit.memory.spec import LayerSpec
+from dpofit.memory.tape import Storage, Tape, Value
+
+
+def decoder_layer(spec: LayerSpec, tape: Tape, x: Value, mask: Storage | None) -> Value:
+    """Write one layer's forward; the caller still holds `x`. Returns the output, held."""
+    ops, attention, model = Ops(spec, tape), AttentionOps(spec, tape), spec.model
+    tape.mark("pre", "layer")
+    normed = ops.rms_norm(x, "input_layernorm", model.hidden_size, spec.tokens)
+    tape.mark("pre", "self_attn")
+    if model.model_type == "qwen":  # Qwen 1: one fused projection, and two modules called c_proj
+        c_attn, o_proj, up, gate, down = model.linears
+        down = replace(down, name="mlp.c_proj")
+        q, k, v = _split_fused(tape, ops.linear(normed, c_attn))
+    else:
+        q_proj, k_proj, v_proj, o_proj, gate, up, down = model.linears
+        q = ops.linear(normed, q_proj)
+        if model.qk_norm:
+            q = _rebind(tape, q, ops.rms_norm(q, "q_norm", model.head_dim, spec.tokens * model.heads))
+        k = ops.linear(normed, k_proj)
+        if model.qk_norm:
+            k = _rebind(tape, k, ops.rms_norm(k, "k_norm", model.head_dim, spec.tokens * model.kv_heads))
+        v = ops.linear(normed, v_proj)
+    q, k = attention.rope(q, k)
+    attended = attention.attention(q, k, v, mask)
+    output = ops.boundary(ops.linear(attended, o_proj), "self_attn")
+    tape.drop(attended.storage, normed.storage)  # hidden_states is rebound when self_attn returns
+    middle = ops.residual(x, output, "residual.attention")
+    tape.drop(output.storage)
+    normed = ops.rms_norm(middle, "post_attention_layernorm", model.hidden_size, spec.tokens)
+    tape.mark("pre", "mlp")
+    gate, up, down = ("gate_proj", "up_proj", "down_proj") if "gate_proj" in by_name else ("w2", "w1", "mlp.c_proj")
+    mlp = ops.boundary(ops.gated_mlp(normed, gate, up, down), "mlp")
+    tape.drop(normed.storage)
+    result = ops.residual(middle, mlp, "residual.mlp")
+    tape.drop(middle.storage, mlp.storage)
+    return ops.boundary(result, "layer")
+
+
+def _rebind(tape: Tape, old: Value, new: Value) -> Value:
+    tape.drop(old.storage)
+    return new
+
+
+def _split_fused(tape: Tape, fused: Value) -> tuple[Value, Value, Value]:
+    """q, k, v as views of one projection: one storage, three holders; backward concatenates their gradients."""
+    parts = tuple(Value(tape.hold(fused.storage), fused.needs_grad) for _ in range(3))
+    tape.drop(fused.storage)
+    size_bytes, waiting = fused.storage.size_bytes, len(parts)
+
+    def backward(grad: Storage) -> None:
+        nonlocal waiting
+        waiting -= 1
+        if waiting == 0:
+            tape.give(fused, tape.new("c_attn.grad_cat", size_bytes, "activation_grads"))
+
+    for part in parts:
+        tape.node(part, [], backward)
+    return parts[0], parts[1], parts[2]

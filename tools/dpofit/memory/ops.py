@@ -1,0 +1,265 @@
+"""Operators of a decoder layer on the tape: linear with and without adapter, RMSNorm, gated MLP, residual.
+
+Sources: transformers 5.5.4 models/qwen2/modeling_qwen2.py; peft 0.18.1 tuners/lora/layer.py; liger-kernel 0.8.5
+ops/rms_norm.py, ops/swiglu.py. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from dpofit.memory.spec import BF16, FP32, LayerSpec, Lora
+from dpofit.memory.tape import Storage, Tape, Value
+from dpofit.models.shape import Linear
+
+
+class Ops:
+    """The operators, writing to one tape."""
+
+    def __init__(self, spec: LayerSpec, tape: Tape) -> None:
+        self.spec, self.tape = spec, tape
+
+    # linear layers
+    def linear(self, x: Value, linear: Linear) -> Value:
+        """F.linear of a base module, with its adapter when it is a target."""
+        spec, lora = self.spec, self.spec.lora
+        if lora is not None and spec.lora_active and linear.name.rpartition(".")[2] in lora.targets:
+            return self._lora_linear(x, linear, lora)
+        return self._base_linear(x, linear)
+
+    def _base_linear(self, x: Value, linear: Linear) -> Value:
+        spec, tape = self.spec, self.tape
+        trained = spec.weights_trained
+        weight_count = linear.in_features * linear.out_features
+        inputs = spec.tokens * linear.in_features
+        tape.mark("pre", linear.name)
+        cast: Storage | None = None
+        if x.storage.size_bytes == inputs * FP32:
+            # autocast casts the fp32 activation anew for every linear; the copy is what backward saves
+            cast = tape.new(f"{linear.name}.cast", inputs * BF16, "activations")
+        if spec.dequantized_bytes_per_weight:
+            dequantized = tape.new(f"{linear.name}.dequantized", weight_count * BF16, "workspace")
+        out = tape.new(f"{linear.name}.out", spec.tokens * linear.out_features * BF16, "activations")
+        y = Value(out, x.needs_grad or trained)
+        if spec.dequantized_bytes_per_weight:
+            tape.drop(dequantized)
+        source = cast or x.storage
+
+        def backward(grad: Storage) -> None:
+            if spec.dequantized_bytes_per_weight:
+                weight = tape.new(f"{linear.name}.dequantized", weight_count * BF16, "workspace")
+            gradient: Storage | None = None
+            if x.needs_grad:
+                gradient = tape.new(f"{linear.name}.grad_in", inputs * BF16, "activation_grads")
+            if spec.dequantized_bytes_per_weight:
+                tape.drop(weight)
+            if trained:
+                self.weight_gradient(linear.name, weight_count)
+                if linear.bias:
+                    self.weight_gradient(f"{linear.name}.bias", linear.out_features)
+            if gradient is not None:
+                if cast is not None:  # back to the fp32 residual stream
+                    wide = tape.new(f"{linear.name}.grad_cast", inputs * FP32, "activation_grads")
+                    tape.drop(gradient)
+                    gradient = wide
+                tape.give(x, gradient)
+
+        tape.node(y, [source] if trained else [], backward, linear.name)
+        tape.drop(cast)
+        tape.mark("post", linear.name)
+        return y
+
+    def _lora_linear(self, x: Value, linear: Linear, lora: Lora) -> Value:
+        """peft tuners/lora/layer.py Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling."""
+        spec, tape = self.spec, self.tape
+        base = self._base_linear(x, linear)
+        name = linear.name
+        inputs, outputs = spec.tokens * linear.in_features, spec.tokens * linear.out_features
+        wide: Storage | None = None
+        saved_in = tape.hold(x.storage)
+        if lora.adapter_bytes == FP32:
+            # _cast_input_dtype to the adapter's fp32; autocast then casts down again, and saves that copy
+            wide = tape.new(f"{name}.lora_wide", inputs * FP32, "activations")
+            tape.drop(saved_in)
+            saved_in = tape.new(f"{name}.lora_in", inputs * BF16, "activations")
+        dropped: Storage | None = None
+        if lora.dropout:
+            dropped = tape.new(f"{name}.lora_dropout", inputs * BF16, "activations")
+            mask = tape.new(f"{name}.lora_mask", inputs, "activations")
+        tape.mark("pre", f"{name}.lora_A")
+        a = tape.new(f"{name}.lora_a", spec.tokens * lora.rank * BF16, "activations")
+        tape.mark("post", f"{name}.lora_A")
+        tape.mark("pre", f"{name}.lora_B")
+        b = tape.new(f"{name}.lora_b", outputs * BF16, "activations")
+        tape.mark("post", f"{name}.lora_B")
+        scaled = tape.new(f"{name}.lora_scaled", outputs * BF16, "activations")
+        tape.drop(b)
+        y = Value(tape.new(f"{name}.lora_out", outputs * BF16, "activations"), True)
+        tape.drop(scaled, wide)
+
+        def backward(grad: Storage) -> None:
+            scaled_grad = tape.new(f"{name}.grad_scaled", outputs * BF16, "activation_grads")
+            tape.mark("prebwd", f"{name}.lora_B")
+            a_grad = tape.new(f"{name}.grad_a", spec.tokens * lora.rank * BF16, "activation_grads")
+            self.weight_gradient(f"{name}.lora_B", lora.rank * linear.out_features, lora.adapter_bytes)
+            tape.mark("postbwd", f"{name}.lora_B")
+            tape.drop(scaled_grad)
+            tape.mark("prebwd", f"{name}.lora_A")
+            self.weight_gradient(f"{name}.lora_A", lora.rank * linear.in_features, lora.adapter_bytes)
+            if x.needs_grad:
+                low = tape.new(f"{name}.grad_lora_in", inputs * BF16, "activation_grads")
+                if lora.adapter_bytes == FP32:
+                    up = tape.new(f"{name}.grad_lora_wide", inputs * FP32, "activation_grads")
+                    tape.drop(low)
+                    low = tape.new(f"{name}.grad_lora_down", inputs * BF16, "activation_grads")
+                    tape.drop(up)
+                tape.give(x, low)
+            tape.mark("postbwd", f"{name}.lora_A")
+            tape.drop(a_grad)
+            tape.give(base, tape.hold(grad))
+
+        saved = [saved_in, a] if dropped is None else [mask, dropped, a]
+        tape.node(y, saved, backward)
+        tape.drop(saved_in, a, base.storage, dropped)
+        if lora.dropout:
+            tape.drop(mask)
+        return y
+
+    def weight_gradient(self, module: str, elements: int, adapter_bytes: int | None = None) -> None:
+        """A weight's gradient appears: bf16, then fp32 when the weight is fp32. The mark's reader frees it."""
+        wide = self.spec.autocast if adapter_bytes is None else adapter_bytes == FP32
+        if wide:
+            narrow = self.tape.new(f"narrow_grad.{module}", elements * BF16, "gradients")
+            self.tape.new(f"grad.{module}", elements * FP32, "gradients")
+            self.tape.drop(narrow)
+        else:
+            self.tape.new(f"grad.{module}", elements * BF16, "gradients")
+        self.tape.mark("grad", module, elements, elements * (FP32 if wide else BF16))
+
+    # norms
+    def rms_norm(self, x: Value, name: str, width: int, count: int) -> Value:
+        """RMSNorm over `count` rows of `width` elements; x is bf16, or the fp32 residual stream."""
+        if self.spec.liger:
+            return self._liger_rms_norm(x, name, width, count)
+        tape, elements = self.tape, width * count
+        wide_in = x.storage.size_bytes == elements * FP32
+        trained = self.spec.weights_trained
+        tape.mark("pre", name)
+        x32 = tape.hold(x.storage) if wide_in else tape.new(f"{name}.fp32", elements * FP32, "activations")
+        square = tape.new(f"{name}.square", elements * FP32, "workspace")
+        rstd = tape.new(f"{name}.rstd", count * FP32, "activations")
+        tape.drop(square)
+        normed = tape.new(f"{name}.normed32", elements * FP32, "activations")
+        low = tape.hold(normed) if wide_in else tape.new(f"{name}.normed", elements * BF16, "activations")
+        out = tape.new(f"{name}.out", elements * (FP32 if wide_in else BF16), "activations")
+        y = Value(out, x.needs_grad or trained)
+
+        def backward(grad: Storage) -> None:
+            low_grad = tape.new(f"{name}.grad_normed", low.size_bytes, "activation_grads")
+            if trained:
+                tape.temporary(f"{name}.grad_weight", low.size_bytes)
+                self.weight_gradient(name, width)
+            if not x.needs_grad:
+                tape.drop(low_grad)
+                return
+            grad32 = low_grad if wide_in else tape.new(f"{name}.grad32", elements * FP32, "activation_grads")
+            if not wide_in:
+                tape.drop(low_grad)
+            x_grad = tape.new(f"{name}.grad_x", elements * FP32, "activation_grads")
+            tape.temporary(f"{name}.grad_rstd", elements * FP32)
+            tape.drop(grad32)
+            mean_grad = tape.new(f"{name}.grad_mean", elements * FP32, "workspace")
+            doubled = tape.new(f"{name}.grad_pow", elements * FP32, "workspace")
+            square_grad = tape.new(f"{name}.grad_square", elements * FP32, "workspace")
+            tape.drop(doubled, mean_grad, square_grad)
+            if wide_in:
+                tape.give(x, x_grad)
+            else:
+                result = tape.new(f"{name}.grad_in", elements * BF16, "activation_grads")
+                tape.drop(x_grad)
+                tape.give(x, result)
+
+        tape.node(y, [x32, rstd, low] if trained else [x32, rstd], backward, name)
+        tape.drop(x32, rstd, normed, low)
+        tape.mark("post", name)
+        return y
+
+    def _liger_rms_norm(self, x: Value, name: str, width: int, count: int) -> Value:
+        """liger ops/rms_norm.py: saves X and fp32 rstd; in_place backward writes dX over dY."""
+        tape = self.tape
+        trained = self.spec.weights_trained
+        tape.mark("pre", name)
+        y = Value(tape.new(f"{name}.out", x.storage.size_bytes, "activations"), x.needs_grad or trained)
+        rstd = tape.new(f"{name}.rstd", count * FP32, "activations")
+
+        def backward(grad: Storage) -> None:
+            if trained:
+                self.weight_gradient(name, width)
+            tape.give(x, tape.hold(grad))
+
+        tape.node(y, [x.storage, rstd], backward, name)
+        tape.drop(rstd)
+        tape.mark("post", name)
+        return y
+
+    # MLP
+    def gated_mlp(self, x: Value, gate: Linear, up: Linear, down: Linear) -> Value:
+        """down(silu(gate(x)) * up(x)); Liger's SiLUMul saves both inputs and writes both gradients over them."""
+        spec, tape = self.spec, self.tape
+        inner = spec.tokens * gate.out_features * BF16
+        g = self.linear(x, gate)
+        if spec.liger:
+            u = self.linear(x, up)
+            product = Value(tape.new("mlp.product", inner, "activations"), g.needs_grad)
+            gate_storage, up_storage = g.storage, u.storage
+
+            def liger_backward(grad: Storage) -> None:
+                tape.give(g, tape.hold(gate_storage))
+                tape.give(u, tape.hold(up_storage))
+
+            tape.node(product, [gate_storage, up_storage], liger_backward)
+            tape.drop(g.storage, u.storage)
+        else:
+            activated = Value(tape.new("mlp.silu", inner, "activations"), g.needs_grad)
+
+            def silu_backward(grad: Storage) -> None:
+                tape.give(g, tape.new("mlp.grad_gate", inner, "activation_grads"))
+
+            tape.node(activated, [g.storage], silu_backward)
+            tape.drop(g.storage)
+            u = self.linear(x, up)
+            product = Value(tape.new("mlp.product", inner, "activations"), g.needs_grad)
+
+            def mul_backward(grad: Storage) -> None:
+                silu_grad = tape.new("mlp.grad_silu", inner, "activation_grads")
+                tape.give(u, tape.new("mlp.grad_up", inner, "activation_grads"))
+                tape.give(activated, silu_grad)
+
+            tape.node(product, [activated.storage, u.storage], mul_backward)
+            tape.drop(activated.storage, u.storage)
+        y = self.linear(product, down)
+        tape.drop(product.storage)
+        return y
+
+    def boundary(self, y: Value, module: str) -> Value:
+        """The output of a container module: nothing is allocated, but ZeRO-3's hooks fire there."""
+        tape = self.tape
+        out = Value(tape.hold(y.storage), y.needs_grad)
+        tape.node(out, [], lambda grad: (tape.mark("pre_backward", module), tape.give(y, tape.hold(grad)))[1])
+        tape.drop(y.storage)
+        tape.mark("post", module)
+        return out
+
+    def residual(self, x: Value, y: Value, tag: str) -> Value:
+        """x + y; both get the gradient as it is."""
+        tape = self.tape
+        size_bytes = self.spec.hidden * self.spec.residual_bytes // BF16
+        out = Value(tape.new(tag, size_bytes, "activations"), x.needs_grad or y.needs_grad)
+
+        def backward(grad: Storage) -> None:
+            tape.give(x, tape.hold(grad))
+            if self.spec.residual_bytes == FP32:
+                tape.give(y, tape.new(f"{tag}.grad_bf16", self.spec.hidden, "activation_grads"))
+            else:
+                tape.give(y, tape.hold(grad))
+
+        tape.node(out, [], backward)
+        return out

@@ -1,0 +1,152 @@
+"""A tape of operators on shapes: what each allocates, what autograd saves, what backward allocates and frees.
+
+It plays the part of torch's eager autograd with reference counts: a storage is freed when the last holder (a Python
+name, a saved tensor, a gradient in flight) lets go. Nodes run backward in reverse order of creation, which is the
+engine's order for a sequential model (torch/csrc/autograd/engine.cpp: ready queue sorted by sequence number).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dpofit.memory.program import Event, Space
+
+
+class Storage:
+    """Bytes on one device, alive while `holders` > 0. `shift` is the layer it belongs to, relative to the tape's."""
+
+    __slots__ = ("category", "holders", "shift", "size_bytes", "space", "tag")
+
+    def __init__(self, tag: str, size_bytes: int, category: str, space: Space = "gpu", shift: int = 0) -> None:
+        self.tag, self.size_bytes, self.category = tag, size_bytes, category
+        self.space, self.shift, self.holders = space, shift, 1
+
+
+class Value:
+    """A tensor in the graph: its storage, whether it needs a gradient, and the gradient in flight."""
+
+    __slots__ = ("grad", "needs_grad", "storage")
+
+    def __init__(self, storage: Storage, needs_grad: bool) -> None:
+        self.storage, self.needs_grad = storage, needs_grad
+        self.grad: Storage | None = None
+
+
+@dataclass(slots=True)
+class Node:
+    """One operator of the backward graph."""
+
+    output: Value
+    saved: list[Storage]
+    backward: Callable[[Storage], None]
+
+
+class Mark(NamedTuple):
+    """A point where something outside the tape acts on a module's parameters: `pre`, `post` a forward, `pre_backward`,
+    `post_backward`, or `grad` when a weight's gradient has appeared (`elements` of it, `size_bytes`)."""
+
+    kind: str
+    module: str
+    elements: int = 0
+    size_bytes: int = 0
+
+
+class Tape:
+    """Records allocations, frees and marks of one stretch of a step."""
+
+    def __init__(self, prefix: str = "", grad: bool = True) -> None:
+        self.prefix, self.grad = prefix, grad
+        self.nodes: list[Node] = []
+        self._records: list[tuple[Storage, int] | Mark] = []
+        self._serial: dict[str, int] = {}
+
+    def new(self, tag: str, size_bytes: int, category: str, space: Space = "gpu") -> Storage:
+        """Allocate; the caller holds it."""
+        serial = self._serial[tag] = self._serial.get(tag, 0) + 1
+        storage = Storage(self.prefix + (tag if serial == 1 else f"{tag}~{serial}"), size_bytes, category, space)
+        self._records.append((storage, 1))
+        return storage
+
+    def hold(self, storage: Storage) -> Storage:
+        storage.holders += 1
+        return storage
+
+    def drop(self, *storages: Storage | None) -> None:
+        """Let go; the last holder's drop frees."""
+        for storage in storages:
+            if storage is None:
+                continue
+            storage.holders -= 1
+            assert storage.holders >= 0, storage.tag
+            if storage.holders == 0:
+                self._records.append((storage, -1))
+
+    def temporary(self, tag: str, size_bytes: int, category: str = "workspace") -> None:
+        """Allocated and freed inside one kernel or expression."""
+        self.drop(self.new(tag, size_bytes, category))
+
+    def mark(self, kind: str, module: str, elements: int = 0, size_bytes: int = 0) -> None:
+        self._records.append(Mark(kind, module, elements, size_bytes))
+
+    def cut(self) -> list[Event | Mark]:
+        """The records since the last cut, as events; storages of no bytes leave none."""
+        records, self._records = self._records, []
+        out: list[Event | Mark] = []
+        for record in records:
+            if isinstance(record, Mark):
+                out.append(record)
+            elif record[0].size_bytes:
+                storage, sign = record
+                size_bytes = sign * storage.size_bytes
+                out.append(Event(storage.tag, size_bytes, storage.category, storage.space, "compute", storage.shift))
+        return out
+
+    # graph
+    def node(
+        self,
+        output: Value,
+        saved: list[Storage],
+        backward: Callable[[Storage], None],
+        module: str | None = None,
+    ) -> None:
+        """Register the backward of `output`; takes a hold on each saved storage."""
+        if not (self.grad and output.needs_grad):
+            return
+        for storage in saved:
+            self.hold(storage)
+        if module is None:
+            self.nodes.append(Node(output, saved, backward))
+            return
+
+        def hooked(gradient: Storage) -> None:
+            self.mark("pre_backward", module)
+            backward(gradient)
+            self.mark("post_backward", module)
+
+        self.nodes.append(Node(output, saved, hooked))
+
+    def give(self, value: Value, gradient: Storage) -> None:
+        """Hand a gradient (held for the receiver) to `value`. A second one is added in place when nobody else holds
+        the first, else into a new storage (torch/csrc/autograd/input_buffer.cpp accumulate)."""
+        if not value.needs_grad:
+            self.drop(gradient)
+        elif value.grad is None:
+            value.grad = gradient
+        elif value.grad.holders == 1:
+            self.drop(gradient)
+        else:
+            total = self.new("grad_sum", value.grad.size_bytes, "activation_grads")
+            self.drop(value.grad, gradient)
+            value.grad = total
+
+    def run_backward(self, until: int = 0) -> None:
+        """Run nodes, last first, down to index `until`. A node that got no gradient only lets go of what it saved."""
+        while len(self.nodes) > until:
+            node = self.nodes.pop()
+            gradient, node.output.grad = node.output.grad, None
+            if gradient is not None:
+                node.backward(gradient)
+            self.drop(*node.saved)
+            self.drop(gradient)
