@@ -1,0 +1,93 @@
+"""`python -m dpofit.trace`: trace one step and print its phases, and with --dump every storage."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+from dpofit.trace.request import TraceRequest
+
+_SHAPES = {
+    # name: (model_type, vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, tied)
+    "qwen2.5-72b": ("qwen2", 152064, 8192, 29568, 80, 64, 8, 128, False),
+    "qwen2.5-7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, False),
+    "qwen2.5-0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2, 64, True),
+    "qwen3-8b": ("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, False),
+    "llama3-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
+    "mistral-7b": ("mistral", 32000, 4096, 14336, 32, 32, 8, 128, False),
+    "tiny": ("qwen2", 1000, 64, 128, 2, 4, 2, 16, False),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dpofit.trace")
+    parser.add_argument("--model", choices=_SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--stage", default="dpo")
+    parser.add_argument("--loss", default="sigmoid")
+    parser.add_argument("--finetuning", default="full")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--target", default="all")
+    parser.add_argument("--precision", default="deepspeed")
+    parser.add_argument("--gc", default="reentrant")
+    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--liger", action="store_true")
+    parser.add_argument("--no-padding", action="store_true")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--dump", action="store_true", help="every storage above --floor, in order of birth")
+    parser.add_argument("--floor", type=int, default=1 << 20, help="smallest storage shown, bytes")
+    return parser
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    kind, vocab, hidden, inter, layers, heads, kv, dim, tied = _SHAPES[options.model]
+    request = TraceRequest(
+        model_type=kind, vocab_size=vocab, hidden_size=hidden, intermediate_size=inter, layers=layers, heads=heads,
+        kv_heads=kv, head_dim=dim, tied_embeddings=tied, rows=options.rows, tokens=options.tokens,
+        stage=options.stage, pref_loss=options.loss, finetuning=options.finetuning, lora_rank=options.rank,
+        lora_target=tuple(options.target.split(",")), precision=options.precision, checkpointing=options.gc,
+        liger=options.liger, attention=options.attention, padding=not options.no_padding,
+        micro_batches=options.micro_batches,
+    )  # fmt: skip
+    if options.layers:
+        request = replace(request, layers=options.layers)
+    from dpofit.trace.step import trace_step
+
+    start = time.time()
+    traced = trace_step(request)
+    recorder = traced.recorder
+    print(f"{len(recorder.storages):,} storages, {recorder.ops:,} operations, {time.time() - start:.1f} s")
+    static = sum(s.size_bytes for s in recorder.storages if s.category.endswith("weights"))
+    print(f"weights {static:,} B (subtracted below: activations only)")
+    unit = request.rows * request.tokens
+    for phase in dict.fromkeys(phase for phase, _ in recorder.events):
+        peak, at = recorder.peak(phase)
+        print(f"{phase:18} peak {peak - static:>16,} B  = {(peak - static) / unit:>14,.2f} B per token")
+    peak, at = recorder.peak()
+    print(f"alive at the peak ({recorder.events[at][0]}):")
+    for storage in recorder.alive_at(at):
+        if storage.size_bytes >= options.floor and not storage.category.endswith("weights"):
+            _print(storage)
+    host, _ = recorder.peak(space="host_pinned")
+    print(f"host pinned peak {host:,} B")
+    if options.dump:
+        print("every storage:")
+        for storage in recorder.storages:
+            if storage.size_bytes >= options.floor and not storage.category.endswith("weights"):
+                _print(storage)
+
+
+def _print(s: object) -> None:
+    died = "" if s.died is None else f"{s.died:>6} {s.died_phase[:9]:9} {s.used_by[:26]:26}"  # type: ignore[attr-defined]
+    print(
+        f"  {s.size_bytes:>14,} {s.dtype:9} {str(list(s.shape)):24} {s.op[:34]:34} {s.born:>6} {s.phase[:9]:9} -> "  # type: ignore[attr-defined]
+        f"{died:43} {s.space if s.space != 'gpu' else ''} {s.module}"  # type: ignore[attr-defined]
+    )
+
+
+if __name__ == "__main__":
+    main()

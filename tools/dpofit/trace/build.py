@@ -1,0 +1,166 @@
+"""Builds the model as LLaMA-Factory does, from its config, on fake tensors: no weights are read or made."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dpofit.trace import kernels, stubs
+from dpofit.trace.request import TraceRequest
+
+
+def _as_on_cuda(function: Any) -> Any:
+    """The same function where it asks for `device.type == "cuda"` told yes: Liger's choice of buffers depends on it."""
+    source = textwrap.dedent(inspect.getsource(function)).replace('.device.type == "cuda"', '.device.type == "cpu"')
+    scope: dict[str, Any] = {}
+    exec(compile(source, inspect.getsourcefile(function) or "liger", "exec"), function.__globals__, scope)
+    return scope[function.__name__]
+
+
+@contextmanager
+def cuda_semantics(request: TraceRequest) -> Iterator[list[str]]:
+    """Inside, LLaMA-Factory's code runs as it would on a CUDA machine; yields the list of substitutions made."""
+    import llamafactory.train.tuner  # noqa: F401  first: it mends what trl 0.24 misreads of transformers 5
+    import transformers.integrations.flash_attention
+    import transformers.masking_utils
+    import transformers.modeling_flash_attention_utils as flash
+
+    logging.getLogger("llamafactory").setLevel(logging.WARNING)
+    done: list[str] = []
+    with ExitStack() as stack:
+        patch = lambda target, name, value: stack.enter_context(mock.patch.object(target, name, value))  # noqa: E731
+        patch(transformers.masking_utils, "is_tracing", lambda *_: False)
+        patch(flash, "is_tracing", lambda *_: False)
+        patch(torch.nn.functional, "scaled_dot_product_attention", kernels.sdpa)
+        done.append("sdpa: torch's CUDA kernels by mask (flash, memory-efficient), as their meta functions")
+        if request.attention == "fa2":
+            functions = (
+                kernels.flash_attn_func,
+                kernels.flash_attn_varlen_func,
+                None,
+                flash._pad_input,
+                flash._unpad_input,
+            )
+            patch(flash, "_lazy_imports", lambda *args, **kwargs: functions)
+            patch(flash, "_loaded_implementation", None)
+            done.append("flash-attn 2: torch's flash kernel, which is the same code")
+        properties = SimpleNamespace(multi_processor_count=request.multiprocessors, major=9, minor=0)
+        patch(torch.cuda, "get_device_properties", lambda *_: properties)
+        patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        if request.liger:
+            _patch_liger(patch)
+            done.append("Liger: its own host code, Triton kernels launch nothing")
+        yield done
+
+
+def _patch_liger(patch: Any) -> None:
+    with stubs.importable_triton():
+        import liger_kernel.ops.fused_linear_cross_entropy as flce
+        import liger_kernel.ops.rms_norm as rms_norm
+        import liger_kernel.transformers.monkey_patch  # noqa: F401  imports all that it patches with
+    import transformers.loss.loss_utils
+    from transformers.models.llama import modeling_llama
+    from transformers.models.mistral import modeling_mistral
+    from transformers.models.qwen2 import modeling_qwen2
+    from transformers.models.qwen3 import modeling_qwen3
+
+    patch(rms_norm, "rms_norm_backward", _as_on_cuda(rms_norm.rms_norm_backward))
+    patch(flce, "fused_linear_cross_entropy_forward", _as_on_cuda(flce.fused_linear_cross_entropy_forward))
+    # Liger replaces these globally; patching each with itself puts the originals back on exit.
+    for module, name in (
+        (modeling_llama, "Llama"), (modeling_mistral, "Mistral"), (modeling_qwen2, "Qwen2"), (modeling_qwen3, "Qwen3")
+    ):  # fmt: skip
+        for part in ("RMSNorm", "MLP"):
+            patch(module, name + part, getattr(module, name + part))
+        patch(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)
+        causal = getattr(module, name + "ForCausalLM")
+        patch(causal, "forward", causal.forward)
+    patch(transformers.loss.loss_utils.nn.functional, "cross_entropy", torch.nn.functional.cross_entropy)
+
+
+def arguments(request: TraceRequest) -> tuple[Any, Any]:
+    """(ModelArguments, FinetuningArguments) as LLaMA-Factory's parser would make them."""
+    from llamafactory.hparams import FinetuningArguments, ModelArguments
+
+    model_args = ModelArguments(
+        model_name_or_path="traced",
+        flash_attn={"sdpa": "sdpa", "fa2": "fa2", "eager": "disabled"}[request.attention],
+        enable_liger_kernel=request.liger,
+        disable_gradient_checkpointing=request.checkpointing == "none",
+        use_reentrant_gc=request.checkpointing != "nonreentrant",
+        use_unsloth_gc=request.checkpointing == "unsloth",
+    )
+    model_args.compute_dtype = torch.bfloat16
+    finetuning_args = FinetuningArguments(
+        stage=request.stage,
+        finetuning_type=request.finetuning,
+        pref_loss=request.pref_loss,
+        pref_ftx=request.pref_ftx,
+        ld_alpha=request.ld_alpha,
+        lora_rank=request.lora_rank,
+        lora_target=",".join(request.lora_target),
+        pure_bf16=request.precision == "pure_bf16",
+    )
+    return model_args, finetuning_args
+
+
+def build_model(request: TraceRequest, fake: FakeTensorMode, trainable: bool = True) -> torch.nn.Module:
+    """The policy (or, not trainable, the reference) with LLaMA-Factory's patches; parameters live in `fake`."""
+    from llamafactory.model.adapter import init_adapter
+    from llamafactory.model.model_utils.attention import configure_attn_implementation
+    from llamafactory.model.model_utils.liger_kernel import apply_liger_kernel
+    from llamafactory.model.patcher import patch_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_args, finetuning_args = arguments(request)
+    values = request.config()
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with mock.patch("transformers.utils.is_flash_attn_2_available", lambda: True):
+        configure_attn_implementation(config, model_args)
+    implementation = config._attn_implementation
+    apply_liger_kernel(config, model_args, trainable, require_logits=request.stage not in ("pt", "sft"))
+    config._attn_implementation = "sdpa"  # transformers checks that the flash-attn package is there; set after
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.config._attn_implementation = implementation
+    patch_model(model, None, model_args, trainable, False)
+    with torch.device("meta"):
+        if request.precision == "deepspeed":
+            with mock.patch("llamafactory.model.adapter.is_deepspeed_zero3_enabled", lambda: True):
+                model = init_adapter(config, model, model_args, finetuning_args, trainable)
+        else:
+            model = init_adapter(config, model, model_args, finetuning_args, trainable)
+    if request.precision == "deepspeed":
+        model.to(torch.bfloat16)  # deepspeed 0.18.4 engine.py _configure_distributed_model: module.bfloat16()
+    model.train(trainable)
+    if not trainable:
+        model.requires_grad_(False)
+    _materialize(model, fake)
+    return model
+
+
+def _materialize(model: torch.nn.Module, fake: FakeTensorMode) -> None:
+    """Replace every meta parameter and buffer by a fake CPU one, keeping ties."""
+    made: dict[int, torch.Tensor] = {}
+    with fake:
+        for module in model.modules():
+            for name, param in list(module._parameters.items()):
+                if param is None:
+                    continue
+                if id(param) not in made:
+                    data = torch.empty(param.shape, dtype=param.dtype)
+                    made[id(param)] = torch.nn.Parameter(data, requires_grad=param.requires_grad)
+                module._parameters[name] = made[id(param)]  # type: ignore[assignment]
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    # `made` keys are ids of the meta parameters, alive in `model` until replaced one by one above.

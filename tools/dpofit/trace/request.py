@@ -1,0 +1,60 @@
+"""What to trace: shapes and switches of one training step, all plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Precision = Literal["deepspeed", "autocast", "pure_bf16"]
+Checkpointing = Literal["reentrant", "nonreentrant", "unsloth", "none"]
+Attention = Literal["sdpa", "fa2", "eager"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One step of one rank. `rows` is 2B for preference stages and B for SFT; `tokens` is the padded row length.
+
+    `precision`: `deepspeed` (every parameter bf16, no autocast: ZeRO with bf16), `autocast` (trainable parameters
+    fp32, frozen bf16, bf16 autocast: `bf16: true` without DeepSpeed), `pure_bf16`.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied_embeddings: bool
+    rows: int
+    tokens: int
+    max_positions: int = 32768
+    sliding_window: int | None = None
+    stage: str = "dpo"
+    pref_loss: str = "sigmoid"
+    finetuning: str = "full"
+    lora_rank: int = 8
+    lora_target: tuple[str, ...] = ("all",)
+    precision: Precision = "deepspeed"
+    checkpointing: Checkpointing = "reentrant"
+    liger: bool = False
+    attention: Attention = "sdpa"
+    padding: bool = True
+    pref_ftx: float = 0.0
+    ld_alpha: float | None = None
+    micro_batches: int = 1
+    multiprocessors: int = 132  # of the GPU: Liger's RMSNorm backward keeps one fp32 row for each
+
+    def config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        values: dict[str, Any] = {
+            "model_type": self.model_type, "vocab_size": self.vocab_size, "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "tie_word_embeddings": self.tied_embeddings, "max_position_embeddings": self.max_positions,
+            "dtype": "bfloat16",
+        }  # fmt: skip
+        if self.sliding_window is not None:
+            values["sliding_window"] = self.sliding_window
+        return values

@@ -1,0 +1,85 @@
+"""Stand-ins for what a machine without CUDA lacks: Triton's launcher and the flash-attn package."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class _Kernel:
+    """A Triton kernel that launches nothing: what it reads and writes was allocated by its caller."""
+
+    def __init__(self, function: Any):
+        self.function = function
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _decorator(*args: Any, **kwargs: Any) -> Any:
+    if len(args) == 1 and callable(args[0]) and not kwargs:
+        return _Kernel(args[0])
+    return lambda function: function if isinstance(function, _Kernel) else _Kernel(function)
+
+
+class _Anything(types.ModuleType):
+    """A module any attribute of which exists, for annotations such as `tl.constexpr`."""
+
+    __version__ = "3.7.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+@contextmanager
+def importable_triton() -> Iterator[None]:
+    """Inside, `import triton` works, so that Liger's own host code can be imported where Triton isn't installed.
+
+    Only inside: torch's inductor asks whether Triton is there, and must go on hearing no.
+    """
+    import torch._inductor.runtime.hints  # noqa: F401  asks once, before the stand-in is there
+
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    before = set(sys.modules)
+    _install_triton()
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "triton":
+                del sys.modules[name]
+
+
+def _install_triton() -> None:
+    names = [
+        "triton", "triton.language", "triton.language.math", "triton.language.extra",
+        "triton.language.extra.libdevice", "triton.language.extra.cuda", "triton.language.extra.cuda.libdevice",
+        "triton.runtime", "triton.runtime.cache", "triton.tools", "triton.tools.tensor_descriptor",
+    ]  # fmt: skip
+    for name in names:
+        module = _Anything(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    triton: Any = sys.modules["triton"]
+    triton.jit = _decorator
+    triton.autotune = triton.heuristics = lambda *args, **kwargs: lambda function: function
+    triton.Config = lambda *args, **kwargs: None
+    triton.cdiv = lambda a, b: -(-a // b)
+    triton.next_power_of_2 = lambda n: 1 << max(0, int(n) - 1).bit_length()
+    triton.language.constexpr = type("constexpr", (), {"__init__": lambda self, value=None: None})
