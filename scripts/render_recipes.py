@@ -27,9 +27,7 @@ def families(root: Path) -> list[FamilyCard]:
     cards = {path.parent.name: read_family_card(path) for path in sorted(root.glob("recipes/*/card.yaml"))}
     for folder, card in cards.items():
         if card.family != folder:
-            raise BadInput(
-                Problem(f"recipes/{folder}/card.yaml", "family", f"is {card.family}", f"Write {folder}")
-            )
+            raise BadInput(Problem(f"recipes/{folder}/card.yaml", "family", f"is {card.family}", f"Write {folder}"))
     return list(cards.values())
 
 
@@ -59,9 +57,7 @@ def recipe_path(family: str, name: str, version: int) -> Path:
 
 def frozen_files(root: Path) -> set[Path]:
     """Files a release freezes: every recipe, and the DeepSpeed configs they name."""
-    recipes = {
-        path for path in root.glob("recipes/**/*.y*ml") if path.name not in ("card.yaml", "presets.yaml")
-    }
+    recipes = {path for path in root.glob("recipes/**/*.y*ml") if path.name not in ("card.yaml", "presets.yaml")}
     return {path.relative_to(root) for path in recipes | set(root.glob("deepspeed/*.json"))}
 
 
@@ -94,10 +90,7 @@ def problems(root: Path) -> list[str]:
             found.append(f"{path}: released, but changed; {RAISE}")
     recipes, carded = {path for path in present if path.suffix != ".json"}, carded_recipes(root)
     found += [f"{path}: no card has an entry for this version" for path in sorted(recipes - carded)]
-    found += [
-        f"{path}: a card speaks of it, but it is not there"
-        for path in sorted(carded - recipes - texts.keys())
-    ]
+    found += [f"{path}: a card speaks of it, but it is not there" for path in sorted(carded - recipes - texts.keys())]
     return found
 
 
@@ -127,9 +120,7 @@ def release(root: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="write nothing, exit 1 on drift")
     mode.add_argument("--release", action="store_true", help="add new files to recipes/checksums.txt")

@@ -138,14 +138,6 @@ def environment_of(card: RecipeCard, presets: Presets) -> dict[str, Variable]:
     return {**variables, **card.env}
 
 
-def deepspeed_summary(card: RecipeCard, presets: Presets) -> str:
-    """`z3`, `z3 offload`, …: the DeepSpeed file of the preset in a word, `-` without one."""
-    for knob in presets.knobs_of(card.preset).values():
-        if "deepspeed" in knob.settings:
-            return Path(str(knob.settings["deepspeed"])).stem.replace("_", " ")
-    return "-"
-
-
 def _validated(model: type[_Model], path: Path) -> _Model:
     try:
         return model.model_validate(read_yaml(path))

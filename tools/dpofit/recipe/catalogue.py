@@ -93,6 +93,22 @@ def find_recipe(name: str) -> Path | None:
     return choices[0].path if choices else None
 
 
+def catalogue_recipe(name: str) -> CatalogueFile:
+    """The recipe file that a name, or a path into the catalogue, means. BadInput names the nearest otherwise."""
+    path = find_recipe(name) or Path(name)
+    if file := catalogue_file(path):
+        return file
+    if path.is_file():
+        right = "This command takes recipes of the catalogue; dpofit list shows them"
+        raise BadInput(Problem(name, None, "is a file of your own", right))
+    import difflib
+
+    wanted = name.removesuffix(".yaml").rpartition("/")[2]
+    near = difflib.get_close_matches(wanted, {file.name for file in recipe_files()}, cutoff=0.5)
+    meant = f"Nearest: {', '.join(near)}; " if near else ""
+    raise BadInput(Problem(name, None, "the catalogue has no such recipe", f"{meant}dpofit list shows all"))
+
+
 def catalogue_file(path: Path) -> CatalogueFile | None:
     """The catalogue's own record of a recipe file; None for a file that is not in the catalogue."""
     path = path.resolve()
@@ -128,12 +144,15 @@ def card_of(path: Path) -> RecipeCard | None:
 
 
 def all_recipes() -> tuple[CatalogueEntry, ...]:
-    """Newest version of every recipe, with its card."""
+    """Newest version of every recipe, with its card; families by name, recipes in their card's order."""
     from dpofit.recipe.cards import read_family_card
 
-    files = newest(recipe_files())
-    families = {file.family: read_family_card(file.path.parent / "card.yaml") for file in files}
-    return tuple(CatalogueEntry(file, families[file.family].recipes[file.name]) for file in files)
+    entries = []
+    for card_path in sorted((catalogue_root() / "recipes").glob("*/card.yaml")):
+        for name, card in read_family_card(card_path).recipes.items():
+            path = card_path.parent / f"{name}.v{card.version}.yaml"
+            entries.append(CatalogueEntry(CatalogueFile(card_path.parent.name, name, card.version, path), card))
+    return tuple(entries)
 
 
 def read_yaml(path: Path) -> Any:

@@ -47,9 +47,7 @@ def render(family: FamilyCard, name: str, presets: Presets) -> str:
     }
     homeless = settings.keys() - {key for section in presets.layout.values() for key in section}
     if homeless:
-        raise BadInput(
-            [Problem("presets.yaml", key, "has no place in layout", "Add it") for key in sorted(homeless)]
-        )
+        raise BadInput([Problem("presets.yaml", key, "has no place in layout", "Add it") for key in sorted(homeless)])
     lines = _header(family, name, presets)
     for section, keys in presets.layout.items():
         lines += ["", f"### {section}"]

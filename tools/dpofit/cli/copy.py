@@ -1,0 +1,73 @@
+"""`dpofit copy`: a recipe of the catalogue into a run folder of one's own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpofit.errors import BadInput, Problem
+from dpofit.recipe.catalogue import card_of, catalogue_recipe, read_yaml
+from dpofit.recipe.run_folder import run_folder_files
+
+
+def command(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `dpofit list`.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder, made if missing.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace the files named below if they exist.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.copy/1.")] = False,
+) -> None:
+    """Copy a recipe into a run folder: recipe.yaml, dpofit.yaml (environment, with reasons), ds.json (DeepSpeed).
+
+    recipe.yaml stays a pure LLaMA-Factory YAML and names ds.json by its absolute path. Nothing is overwritten
+    without --force.
+
+    \b
+    Examples:
+      dpofit copy qwen2.5-72b-dpo/full-z3 runs/first
+      dpofit copy lora-1gpu "runs/with spaces" --force
+    """
+    file = catalogue_recipe(recipe)
+    files = run_folder_files(file, folder.absolute())
+    _refuse_overwriting(folder, files, force)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    environment = read_yaml(folder / "dpofit.yaml")["env"]
+    settings = read_yaml(folder / "recipe.yaml")
+    if as_json:
+        document = {
+            "schema": "dpofit.copy/1",
+            "recipe": file.full_name,
+            "folder": str(folder.absolute()),
+            "files": list(files),
+            "environment": environment,
+            "output_dir": settings["output_dir"],
+        }
+        print(json.dumps(document, indent=2))
+        return
+    print(f"{file.full_name} → {folder.absolute()}: {', '.join(files)}")
+    print(
+        f"output_dir is {settings['output_dir']}, dataset_dir is {settings['dataset_dir']}: relative to where training"
+    )
+    print("with several nodes, write paths that every node sees. Then, on every node:")
+    card = card_of(file.path)
+    assert card is not None
+    print(f"  cd {shlex.quote(str(folder.absolute()))}")
+    for name, value in environment.items():
+        print(f"  export {name}={shlex.quote(value)}")
+    if card.hardware.nodes > 1:
+        print(f"  export NNODES={card.hardware.nodes} NODE_RANK=… MASTER_ADDR=… MASTER_PORT=…")
+    print("  llamafactory-cli train recipe.yaml")
+
+
+def _refuse_overwriting(folder: Path, files: dict[str, str], force: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(Problem(str(folder), "DIR", "is a file", "Name a folder"))
+    existing = [folder / name for name in files if (folder / name).exists()]
+    if existing and not force:
+        right = "Name another folder, or add --force to replace it"
+        raise BadInput([Problem(str(path), None, "exists already", right) for path in existing])

@@ -1,0 +1,90 @@
+"""`dpofit show`: one recipe of the catalogue, with all that its YAML can't say."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from dpofit.recipe.catalogue import CatalogueFile, card_of, catalogue_recipe, recipe_files
+
+
+def command(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `dpofit list`.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.show/1.")] = False,
+) -> None:
+    """One recipe: why its preset is as it is, environment, documented limit, versions, history, and the YAML itself.
+
+    \b
+    Examples:
+      dpofit show qwen2.5-72b-dpo/full-z3
+      dpofit show lora-z3.v1
+      dpofit show full-z3-offload-liger-unsloth-gc --json | jq .environment
+    """
+    document = describe(catalogue_recipe(recipe))
+    if as_json:
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    else:
+        print(_as_text(document), end="")
+
+
+def describe(file: CatalogueFile) -> dict[str, Any]:
+    """The `dpofit.show/1` document."""
+    from dpofit.recipe.cards import environment_of, read_presets
+
+    presets = read_presets()
+    card = card_of(file.path)
+    assert card is not None
+    versions = [
+        {"version": other.version, "change": card.versions[other.version], "path": str(other.path)}
+        for other in recipe_files()
+        if (other.family, other.name) == (file.family, file.name)
+    ]
+    return {
+        "schema": "dpofit.show/1",
+        "recipe": f"{file.family}/{file.name}",
+        "version": file.version,
+        "title": card.title or presets.presets[card.preset].title,
+        "preset": card.preset,
+        "knobs": [{"knob": name, "why": knob.why} for name, knob in presets.knobs_of(card.preset).items()],
+        "hardware": card.hardware.model_dump(),
+        "environment": [
+            {"variable": name, "value": variable.value, "why": variable.why}
+            for name, variable in environment_of(card, presets).items()
+        ],
+        "documented": card.documented.model_dump() if card.documented else None,
+        "versions": versions,
+        "history": card.history or None,
+        "notes": card.notes or None,
+        "path": str(file.path),
+        "yaml": file.path.read_text(encoding="utf-8"),
+    }
+
+
+def _as_text(document: dict[str, Any]) -> str:
+    hardware = document["hardware"]
+    documented = document["documented"]
+    lines = [f"{document['recipe']}.v{document['version']}: {document['title']}", document["path"], ""]
+    lines += _paragraph(
+        "written for",
+        f"{hardware['nodes']} x {hardware['gpus_per_node']} {hardware['gpu']}, {hardware['host_ram']} of RAM a node",
+    )
+    if documented:
+        lines += _paragraph("documented", f"{documented['prompt_tokens']:,} prompt tokens ({documented['source']})")
+    for knob in document["knobs"]:
+        lines += _paragraph(knob["knob"], knob["why"])
+    for variable in document["environment"]:
+        lines += _paragraph("env", f"{variable['variable']}={variable['value']}: {variable['why']}")
+    for key in ("notes", "history"):
+        if document[key]:
+            lines += _paragraph(key, document[key])
+    for version in document["versions"]:
+        lines += _paragraph(f"v{version['version']}", version["change"])
+    return "\n".join(lines) + "\n\n" + document["yaml"]
+
+
+def _paragraph(label: str, text: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, 100, initial_indent=f"{label:<24}", subsequent_indent=" " * 24, break_on_hyphens=False)
