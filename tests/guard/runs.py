@@ -1,0 +1,155 @@
+"""Real Trainer runs on real ranks, small: what the guard's tests save, resume and break."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; every field has the value that most tests want."""
+
+    output_dir: str
+    zero: int | None = 3
+    offload: bool = False
+    tied: bool = False
+    vocab: int = 259  # odd on purpose: partitions need padding
+    hidden: int = 32
+    layers: int = 2
+    lora: bool = False
+    dora: bool = False
+    steps: int = 2
+    save_steps: int = 1
+    save_only_model: bool = False
+    save_total_limit: int | None = None
+    guarded: bool = True
+    resume: str | bool | None = None
+    max_shard_bytes: int | None = None
+    final_save: bool = True
+    bf16: bool = True
+    buffer: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def deepspeed_config(run: Run) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": run.zero}
+    if run.zero == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        zero["stage3_param_persistence_threshold"] = 64
+    if run.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if run.zero == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": run.bf16}, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+
+
+def build_trainer(run: Run) -> Any:
+    """A Trainer over random tokens; deterministic, so that two runs of the same `Run` are the same run."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+
+    from tests.guard import stack  # noqa: F401
+
+    arguments = TrainingArguments(
+        output_dir=run.output_dir,
+        per_device_train_batch_size=1,
+        max_steps=run.steps,
+        save_strategy="steps",
+        save_steps=run.save_steps,
+        save_only_model=run.save_only_model,
+        save_total_limit=run.save_total_limit,
+        report_to=[],
+        logging_strategy="no",
+        disable_tqdm=True,
+        bf16=run.bf16 and run.zero is not None,
+        use_cpu=run.zero is None,
+        optim="adamw_torch",
+        learning_rate=1e-2,
+        seed=7,
+        deepspeed=None if run.zero is None else deepspeed_config(run),
+        **run.extra,
+    )
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=run.vocab, hidden_size=run.hidden, intermediate_size=2 * run.hidden, num_hidden_layers=run.layers,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=run.tied,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    if run.bf16:
+        model = model.to(torch.bfloat16)
+    if run.buffer:
+        model.model.register_buffer("scale_table", torch.arange(7, dtype=torch.float32))
+    if run.lora or run.dora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=run.dora, task_type="CAUSAL_LM")
+        )
+    if run.max_shard_bytes:
+        model.save_pretrained = _sharded(model.save_pretrained, run.max_shard_bytes)
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, run.vocab, (8,), generator=generator) for _ in range(64)]
+    data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in rows]
+    return Trainer(model=model, args=arguments, train_dataset=data)
+
+
+def _sharded(save_pretrained: Callable[..., Any], max_shard_bytes: int) -> Callable[..., Any]:
+    def save(folder: str, **kwargs: Any) -> Any:
+        return save_pretrained(folder, max_shard_size=max_shard_bytes, **kwargs)
+
+    return save
+
+
+def train(run: Run) -> dict[str, Any]:
+    """The whole run as a user's script does it: train, then save_model. Returns a digest of the final weights."""
+    if run.guarded:
+        from dpofit.train import guard
+
+        guard.install()
+    trainer = build_trainer(run)
+    trainer.train(resume_from_checkpoint=run.resume)
+    if run.final_save:
+        trainer.save_model()
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return {"step": trainer.state.global_step, "weights": fingerprint(trainer)}
+
+
+def fingerprint(trainer: Any) -> str:
+    """sha256 over this rank's ZeRO-3 partitions or replicated weights, in order."""
+    import hashlib
+
+    import torch
+
+    digest = hashlib.sha256()
+    for _, parameter in trainer.model.named_parameters():
+        tensor = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def weights(folder: str | Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint's safetensors files, by name."""
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def file_bytes(folder: str | Path, pattern: str) -> dict[str, bytes]:
+    """Name → content of the files matching `pattern`."""
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).glob(pattern))}
+
+
+__all__ = ["Run", "build_trainer", "file_bytes", "fingerprint", "os", "train", "weights"]

@@ -1,0 +1,31 @@
+"""Small file operations that must survive a power cut or leave no page cache behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def fsync_folder(path: Path) -> None:
+    """Make names created, renamed or removed in `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def read_once(path: Path) -> Iterator[int]:
+    """A descriptor for one sequential read that leaves no pages of the file behind."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        yield fd
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
