@@ -1,0 +1,92 @@
+#!/usr/bin/env python
+"""Write LLaMA-Factory's chat templates to tools/dpofit/data/templates.json, from the installed package.
+
+    python scripts/export_templates.py           # rewrite the file
+    python scripts/export_templates.py --check   # exit 1 if the file is not what the package says
+
+`dpofit data` counts tokens with this file, so that a laptop without torch gives the numbers training gives.
+A template whose class dpofit/data/encode.py reproduces is exact for text-only rows, and
+tests/data/test_templates.py compares each of them, token by token, with the package's own `encode_oneturn`.
+A template of another class is listed with the reason, and lengths under it are estimates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+OUT = Path(__file__).resolve().parent.parent / "tools" / "dpofit" / "data" / "templates.json"
+
+# How encode.py encodes each class; a class that is not here is exported without slots.
+KINDS = {
+    "Template": "plain",
+    "Llama2Template": "system_in_user",
+    "ReasoningTemplate": "reasoning",
+    "Glm47ReasoningTemplate": "reasoning_closing_tag",
+}
+
+
+def slots_of(formatter: Any) -> list[Any]:
+    """Slots as JSON: text stays text, {"bos_token"} becomes {"special": "bos_token"}, {"token": t} stays."""
+    out: list[Any] = []
+    for slot in formatter.slots:
+        if isinstance(slot, str):
+            out.append(slot)
+        elif isinstance(slot, set):
+            # template.py 139-143: only bos_token and eos_token are looked at, anything else adds nothing
+            name = next((name for name in ("bos_token", "eos_token") if name in slot), None)
+            if name:
+                out.append({"special": name})
+        else:
+            out.append({"token": slot["token"]})
+    return out
+
+
+def export(template: Any) -> dict[str, Any]:
+    """One template as JSON."""
+    kind = KINDS.get(type(template).__name__)
+    plugin = type(template.mm_plugin).__name__
+    why_not = "" if kind else f"template class {type(template).__name__} is not reproduced"
+    return {
+        "kind": kind,
+        "not_exact_because": why_not,
+        "multimodal": plugin != "BasePlugin",
+        "prefix": slots_of(template.format_prefix),
+        "system": slots_of(template.format_system),
+        "user": slots_of(template.format_user),
+        "assistant": slots_of(template.format_assistant),
+        "observation": slots_of(template.format_observation),
+        "default_system": template.default_system,
+        "stop_words": list(template.stop_words),
+        "thought_words": list(template.thought_words),
+        "efficient_eos": template.efficient_eos,
+        "replace_eos": template.replace_eos,
+        "enable_thinking": template.enable_thinking,
+        "preserve_thinking": template.preserve_thinking,
+    }
+
+
+def document() -> str:
+    """The whole file as text."""
+    os.environ.setdefault("DISABLE_VERSION_CHECK", "1")
+    from llamafactory.data.template import TEMPLATES
+
+    body = {
+        "source": f"llamafactory {version('llamafactory')} data/template.py, by scripts/export_templates.py",
+        "templates": {name: export(TEMPLATES[name]) for name in sorted(TEMPLATES)},
+    }
+    return json.dumps(body, ensure_ascii=False, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    text = document()
+    if "--check" in sys.argv[1:]:
+        same = OUT.is_file() and OUT.read_text(encoding="utf-8") == text
+        print("templates.json is up to date" if same else "templates.json differs from the installed package")
+        raise SystemExit(0 if same else 1)
+    OUT.write_text(text, encoding="utf-8")
+    print(f"{OUT.name}: {len(json.loads(text)['templates'])} templates")
