@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One weight matrix of a decoder layer, `[out_features, in_features]`, as transformers names the module."""
+    """One weight matrix of a decoder layer, `[out_features, in_features]`, as transformers names it."""
 
     name: str  # q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; Qwen 1: c_attn, c_proj, w1, w2
     in_features: int
