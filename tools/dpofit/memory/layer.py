@@ -37,7 +37,6 @@ def decoder_layer(spec: LayerSpec, tape: Tape, x: Value, mask: Storage | None) -
     tape.drop(output.storage)
     normed = ops.rms_norm(middle, "post_attention_layernorm", model.hidden_size, spec.tokens)
     tape.mark("pre", "mlp")
-    gate, up, down = ("gate_proj", "up_proj", "down_proj") if "gate_proj" in by_name else ("w2", "w1", "mlp.c_proj")
     mlp = ops.boundary(ops.gated_mlp(normed, gate, up, down), "mlp")
     tape.drop(normed.storage)
     result = ops.residual(middle, mlp, "residual.mlp")

@@ -23,9 +23,9 @@ class Ops:
         spec, lora = self.spec, self.spec.lora
         if lora is not None and spec.lora_active and linear.name.rpartition(".")[2] in lora.targets:
             return self._lora_linear(x, linear, lora)
-        return self._base_linear(x, linear)
+        return self.base_linear(x, linear)
 
-    def _base_linear(self, x: Value, linear: Linear) -> Value:
+    def base_linear(self, x: Value, linear: Linear) -> Value:
         spec, tape = self.spec, self.tape
         trained = spec.weights_trained
         weight_count = linear.in_features * linear.out_features
@@ -70,7 +70,7 @@ class Ops:
     def _lora_linear(self, x: Value, linear: Linear, lora: Lora) -> Value:
         """peft tuners/lora/layer.py Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling."""
         spec, tape = self.spec, self.tape
-        base = self._base_linear(x, linear)
+        base = self.base_linear(x, linear)
         name = linear.name
         inputs, outputs = spec.tokens * linear.in_features, spec.tokens * linear.out_features
         wide: Storage | None = None
@@ -126,12 +126,12 @@ class Ops:
     def weight_gradient(self, module: str, elements: int, adapter_bytes: int | None = None) -> None:
         """A weight's gradient appears: bf16, then fp32 when the weight is fp32. The mark's reader frees it."""
         wide = self.spec.autocast if adapter_bytes is None else adapter_bytes == FP32
+        narrow = self.tape.new(f"narrow_grad.{module}", elements * BF16, "gradients")
+        gradient = narrow
         if wide:
-            narrow = self.tape.new(f"narrow_grad.{module}", elements * BF16, "gradients")
-            self.tape.new(f"grad.{module}", elements * FP32, "gradients")
+            gradient = self.tape.new("wide_grad", elements * FP32, "gradients")
             self.tape.drop(narrow)
-        else:
-            self.tape.new(f"grad.{module}", elements * BF16, "gradients")
+        gradient.tag = f"grad.{module}"  # the parameter's own, whichever pass made it
         self.tape.mark("grad", module, elements, elements * (FP32 if wide else BF16))
 
     # norms
@@ -243,7 +243,12 @@ class Ops:
         """The output of a container module: nothing is allocated, but ZeRO-3's hooks fire there."""
         tape = self.tape
         out = Value(tape.hold(y.storage), y.needs_grad)
-        tape.node(out, [], lambda grad: (tape.mark("pre_backward", module), tape.give(y, tape.hold(grad)))[1])
+
+        def backward(grad: Storage) -> None:
+            tape.mark("pre_backward", module)
+            tape.give(y, tape.hold(grad))
+
+        tape.node(out, [], backward)
         tape.drop(y.storage)
         tape.mark("post", module)
         return out

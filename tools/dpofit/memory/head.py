@@ -1,0 +1,153 @@
+"""Embedding, final norm, output head and loss on the tape: the tensors as wide as the vocabulary.
+
+Sources: llamafactory 0.9.5 train/dpo/trainer.py:214-292 (concatenated_forward, compute_reference_log_probs,
+get_batch_loss_metrics), train/trainer_utils.py:592-636 (get_batch_logps); transformers 5.5.4 loss/loss_utils.py;
+ATen/native/cuda/SoftMax.cu. `n` below is rows x tokens x vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dpofit.memory.ops import Ops
+from dpofit.memory.spec import BF16, FP32, LayerSpec
+from dpofit.memory.tape import Storage, Tape, Value
+from dpofit.models.shape import Linear
+
+# Pass "logits" as category so that the breakdown shows what the vocabulary costs.
+LOGITS = "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """What differs between stacks and wrappers around the head."""
+
+    tied: bool
+    outputs_cast_to_fp32: bool  # accelerate's convert_outputs_to_fp32 around an autocast forward (no DeepSpeed)
+    shifted_logits_copied: bool  # causal-LM loss before transformers 4.50: shift_logits.contiguous() in fp32
+
+
+def embed(spec: LayerSpec, tape: Tape) -> Value:
+    """Token embeddings `[rows, tokens, hidden]`, the first residual."""
+    size_bytes = spec.hidden * spec.residual_bytes // BF16
+    tape.mark("pre", "embed_tokens")
+    value = Value(tape.new("hidden", size_bytes, "activations"), True)
+    tape.mark("post", "embed_tokens")
+    return value
+
+
+def embed_backward(spec: LayerSpec, tape: Tape, tied_gradient: Storage | None) -> None:
+    """embedding_dense_backward: a gradient of the whole table; a tied head's waits in the engine to be added."""
+    if not spec.weights_trained:
+        return
+    elements = spec.model.embedding_parameters
+    tape.mark("pre_backward", "embed_tokens")
+    Ops(spec, tape).weight_gradient("embed_tokens", elements)
+    tape.drop(tied_gradient)
+    tape.mark("post_backward", "embed_tokens")
+
+
+def logits(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadSpec) -> tuple[Value, Storage, list[Storage]]:
+    """Final norm and output head. Returns bf16 logits (held), the normed hidden states (held), and a list that
+    backward fills with a tied head's waiting gradient."""
+    ops, model = Ops(spec, tape), spec.model
+    normed = ops.rms_norm(hidden, "norm", model.hidden_size, spec.tokens)
+    waiting: list[Storage] = []
+    if not head.tied:
+        output = ops.base_linear(normed, Linear("lm_head", model.hidden_size, model.vocab_size, bias=False))
+    else:
+        output = _tied_head(spec, tape, normed, waiting)
+    output.storage.category = LOGITS
+    return output, normed.storage, waiting
+
+
+def _tied_head(spec: LayerSpec, tape: Tape, normed: Value, waiting: list[Storage]) -> Value:
+    """The head shares the embedding's weight: its gradient stays in the engine until the embedding's comes."""
+    size_bytes = spec.tokens * spec.model.vocab_size * BF16
+    tape.mark("pre", "embed_tokens")
+    output = Value(tape.new("lm_head.out", size_bytes, LOGITS), True)
+    tape.mark("post", "embed_tokens")
+
+    def backward(grad: Storage) -> None:
+        tape.mark("pre_backward", "embed_tokens")
+        gradient = tape.new("lm_head.grad_in", spec.hidden, "activation_grads")
+        if spec.weights_trained:
+            waiting.append(tape.new("tied_grad", spec.model.embedding_parameters * BF16, "gradients"))
+        tape.give(normed, gradient)
+        tape.mark("post_backward", "embed_tokens")
+
+    tape.node(output, [normed.storage] if spec.weights_trained else [], backward)
+    return output
+
+
+def log_probs(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storage]:
+    """`.logits.to(float32)`, then log_softmax of logits[:, :-1] and gather. The slice is not contiguous, so CUDA's
+    host_softmax first copies it. Returns the log-probs' graph value (no bytes of note) and the fp32 logits, held."""
+    vocab = spec.model.vocab_size
+    full = spec.tokens * vocab * FP32
+    shifted = spec.rows * (spec.tokens_per_row - 1) * vocab * FP32
+    wide = Value(tape.new("logits.fp32", full, LOGITS), output.needs_grad)
+
+    def cast_backward(grad: Storage) -> None:
+        tape.give(output, tape.new("logits.grad_bf16", full // 2, LOGITS))
+
+    tape.node(wide, [], cast_backward)
+    tape.drop(output.storage)
+    contiguous = tape.new("logits.contiguous", shifted, LOGITS)
+    log_softmax = tape.new("logits.log_softmax", shifted, LOGITS)
+    tape.drop(contiguous)
+    result = Value(tape.new("log_probs", spec.tokens * FP32, "activations"), output.needs_grad)
+
+    def backward(grad: Storage) -> None:
+        gathered = tape.new("logits.grad_gather", shifted, LOGITS)
+        softmax_grad = tape.new("logits.grad_log_softmax", shifted, LOGITS)
+        tape.drop(gathered, log_softmax)
+        sliced = tape.new("logits.grad_slice", full, LOGITS)
+        tape.drop(softmax_grad)
+        tape.give(wide, sliced)
+
+    if tape.grad and output.needs_grad:
+        tape.node(result, [], backward)  # log_softmax is dropped inside, where LogSoftmaxBackward lets go of it
+    else:
+        tape.drop(log_softmax)
+    return result, wide.storage
+
+
+def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -> tuple[Value, list[Storage]]:
+    """ForCausalLMLoss: fp32 logits, cross-entropy over all positions. Returns the loss and what the model's output
+    object still holds until compute_loss returns."""
+    vocab = spec.model.vocab_size
+    full = spec.tokens * vocab * FP32
+    wide = Value(tape.new("logits.fp32", full, LOGITS), output.needs_grad)
+    loss = Value(tape.new("loss", 512, "activations"), output.needs_grad)
+
+    def cast_backward(grad: Storage) -> None:
+        tape.give(output, tape.new("logits.grad_bf16", full // 2, LOGITS))
+
+    tape.node(wide, [], cast_backward)
+    source = wide.storage
+    shifted = None
+    if head.shifted_logits_copied:
+        shifted = source = tape.new("logits.shifted", spec.rows * (spec.tokens_per_row - 1) * vocab * FP32, LOGITS)
+    log_softmax = tape.new("logits.log_softmax", source.size_bytes, LOGITS)
+
+    def backward(grad: Storage) -> None:
+        nll = tape.new("logits.grad_nll", log_softmax.size_bytes, LOGITS)
+        softmax_grad = tape.new("logits.grad_log_softmax", log_softmax.size_bytes, LOGITS)
+        tape.drop(nll, log_softmax)
+        if head.shifted_logits_copied:
+            sliced = tape.new("logits.grad_slice", full, LOGITS)
+            tape.drop(softmax_grad)
+            softmax_grad = sliced
+        tape.give(wide, softmax_grad)
+
+    if tape.grad and output.needs_grad:
+        tape.node(loss, [], backward)
+    else:
+        tape.drop(log_softmax)
+    tape.drop(wide.storage, shifted)
+    held = [output.storage]
+    if head.outputs_cast_to_fp32:
+        held = [tape.new("logits.converted", full, LOGITS)]
+        tape.drop(output.storage)
+    return loss, held

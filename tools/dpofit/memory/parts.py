@@ -1,0 +1,220 @@
+"""The stretches of one micro-batch, in order: embedding, layers, head, reference, loss, backward; events and marks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dpofit.memory.head import HeadSpec, causal_lm_loss, embed, embed_backward, log_probs, logits
+from dpofit.memory.job import Job
+from dpofit.memory.layer import decoder_layer
+from dpofit.memory.pinned import pinned_block_bytes
+from dpofit.memory.program import Event
+from dpofit.memory.spec import BF16, LayerSpec
+from dpofit.memory.tape import Mark, Storage, Tape, Value
+
+INT64 = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Events and marks of one stretch; `layers` > 0 repeats them for each layer. `engine` owns the parameters."""
+
+    phase: str
+    records: tuple[Event | Mark, ...]
+    layers: int = 0
+    reverse: bool = False
+    engine: str = "policy"
+
+
+def micro_batch(job: Job) -> list[Part]:
+    """Forward, reference, loss and backward of one training micro-batch."""
+    spec = job.layer_spec(job.rows, trained=True)
+    layers = job.model.layers
+    parts, mask = _inputs(job, spec, "forward", clone=job.has_reference)
+    head = _head_spec(job)
+    tape = Tape()
+    parts.append(Part("forward", tuple(_embedding(spec, tape))))
+    forward, backward = _layer_templates(job, spec, mask)
+    parts.append(Part("forward", forward, layers))
+
+    hidden = Value(Storage("hidden", _residual_bytes(spec), "activations", shift=layers), True)
+    output, normed, waiting = logits(spec, tape, hidden, head)
+    if job.preference:
+        result, wide = log_probs(spec, tape, output)
+        held = [wide]
+    else:
+        result, held = causal_lm_loss(spec, tape, output, head)
+    tape.drop(normed, hidden.storage)
+    parts.append(Part("forward", _literal(tape.cut())))
+    if job.has_reference:
+        parts += _reference(job)
+    tape.drop(*held)
+    loss_grad = tape.new("loss_grad", 512, "activation_grads")
+    parts.append(Part("loss", _literal(tape.cut())))
+
+    tape.give(result, loss_grad)
+    tape.run_backward()
+    tape.drop(result.storage)
+    assert hidden.grad is not None
+    hidden.grad.tag, hidden.grad.shift = "grad_hidden", layers
+    parts.append(Part("backward", _literal(tape.cut())))
+    parts.append(Part("backward", backward, layers, reverse=True))
+    tail = Tape()
+    tail.drop(Storage("grad_hidden", _residual_bytes(spec), "activation_grads"))
+    embed_backward(spec, tail, waiting[0] if waiting else None)
+    parts.append(Part("backward", _literal(tail.cut()) + tuple(_free_inputs(parts[0].records))))
+    return parts
+
+
+def evaluation(job: Job) -> list[Part]:
+    """One evaluation batch: no gradients; the reference too."""
+    spec = job.layer_spec(job.eval_rows, trained=True)
+    parts, mask = _inputs(job, spec, "eval", clone=job.has_reference)
+    inputs = parts[0].records
+    head, tape = _head_spec(job), Tape("eval.", grad=False)
+    parts += _frozen_layers(job, spec, tape, "eval", "policy", mask)
+    hidden = Value(Storage("eval.hidden", _residual_bytes(spec), "activations", shift=job.model.layers), False)
+    output, normed, _ = logits(spec, tape, hidden, head)
+    if job.preference:
+        result, wide = log_probs(spec, tape, output)
+        held = [wide]
+    else:
+        result, held = causal_lm_loss(spec, tape, output, head)
+    tape.drop(normed, hidden.storage, result.storage)
+    parts.append(Part("eval", _literal(tape.cut())))
+    if job.has_reference:
+        parts += _reference(job, "eval", job.eval_rows)
+    tape.drop(*held)
+    return [*parts, Part("eval", _literal(tape.cut()) + tuple(_free_inputs(inputs)))]
+
+
+def _reference(job: Job, phase: str = "reference_forward", rows: int | None = None) -> list[Part]:
+    """The reference's forward under no_grad: a second model, or the policy with its adapters off."""
+    spec = job.layer_spec(rows or job.rows, trained=not job.reference_copy)
+    spec = replace(spec, lora_active=False, weights_trained=False)
+    engine = "reference" if job.reference_copy else "policy"
+    parts, mask = _inputs(job, spec, phase, clone=True, prefix="reference.")
+    inputs = parts[0].records
+    tape = Tape("reference.", grad=False)
+    parts += _frozen_layers(job, spec, tape, phase, engine, mask)
+    hidden = Value(Storage("reference.hidden", _residual_bytes(spec), "activations", shift=job.model.layers), False)
+    output, normed, _ = logits(spec, tape, hidden, _head_spec(job))
+    result, wide = log_probs(spec, tape, output)
+    tape.drop(normed, hidden.storage, wide, result.storage)
+    parts.append(Part(phase, _literal(tape.cut()), engine=engine))
+    return [*parts, Part(phase, tuple(_free_inputs(inputs)), engine=engine)]
+
+
+def _frozen_layers(job: Job, spec: LayerSpec, tape: Tape, phase: str, engine: str, mask: Storage | None) -> list[Part]:
+    """Embedding and layers without gradients: only the residual passes from layer to layer."""
+    embedding = Part(phase, tuple(_embedding(spec, tape)), engine=engine)
+    x = Value(Storage(f"{tape.prefix}hidden", _residual_bytes(spec), "activations"), False)
+    layer = Tape(tape.prefix, grad=False)
+    block: Storage | None = None
+    if job.recipe.use_unsloth_gc and job.recipe.gradient_checkpointing and engine == "policy" and phase != "eval":
+        # a LoRA reference is the policy in training mode: unsloth's forward copies its input to the host all the same
+        block = layer.new("unsloth_block", pinned_block_bytes(_residual_bytes(spec)), "unsloth_gc", "host_pinned")
+    y = decoder_layer(spec, layer, x, mask)
+    layer.drop(block)
+    y.storage.tag, y.storage.shift = f"{tape.prefix}hidden", 1
+    layer.drop(x.storage)
+    return [embedding, Part(phase, tuple(layer.cut()), job.model.layers, engine=engine)]
+
+
+def _layer_templates(
+    job: Job, spec: LayerSpec, mask: Storage | None
+) -> tuple[tuple[Event | Mark, ...], tuple[Event | Mark, ...]]:
+    """Forward and backward records of one layer under the job's gradient checkpointing."""
+    residual = _residual_bytes(spec)
+    recipe = job.recipe
+    x = Value(Storage("hidden", residual, "checkpoints" if recipe.gradient_checkpointing else "activations"), True)
+    gradient = Storage("grad_hidden", residual, "activation_grads", shift=1)
+    if not recipe.gradient_checkpointing:
+        tape = Tape()
+        y = decoder_layer(spec, tape, x, mask)
+        y.storage.tag, y.storage.shift = "hidden", 1
+        tape.drop(x.storage)
+        forward = tuple(tape.cut())
+        y.grad = gradient
+        tape.run_backward()
+        return forward, _finish_backward(tape, x)
+
+    tape = Tape(grad=False)
+    block: Storage | None = None
+    if recipe.use_unsloth_gc:
+        block = tape.new("unsloth_block", pinned_block_bytes(residual), "unsloth_gc", "host_pinned")
+    y = decoder_layer(spec, tape, x, mask)
+    y.storage.tag, y.storage.shift, y.storage.category = "hidden", 1, "checkpoints"
+    if recipe.use_unsloth_gc:
+        tape.drop(x.storage)
+    forward = tuple(tape.cut())
+
+    tape = Tape("again.", grad=True)
+    if recipe.use_unsloth_gc:
+        x = Value(tape.new("hidden_back", residual, "checkpoints"), True)
+    else:
+        x = Value(Storage("hidden", residual, "checkpoints"), True)
+    y = decoder_layer(spec, tape, x, mask)
+    y.grad = tape.hold(gradient)  # CheckpointFunction.backward's arguments hold the incoming gradient to the end
+    tape.run_backward()
+    tape.drop(y.storage, gradient)
+    backward = _finish_backward(tape, x)
+    if block is not None:
+        backward += (Event(block.tag, -block.size_bytes, block.category, block.space),)
+    return forward, backward
+
+
+def _finish_backward(tape: Tape, x: Value) -> tuple[Event | Mark, ...]:
+    """Name the gradient of the layer's input for the layer below, and let go of the input."""
+    assert x.grad is not None
+    x.grad.tag, x.grad.shift = "grad_hidden", 0
+    if x.storage.holders:
+        tape.drop(x.storage)
+    return tuple(tape.cut())
+
+
+def _inputs(job: Job, spec: LayerSpec, phase: str, clone: bool, prefix: str = "") -> tuple[list[Part], Storage | None]:
+    """Token ids, attention mask and labels as int64; the bool [rows, 1, T, T] mask of sdpa; rotary tables."""
+    tape = Tape(prefix + ("eval." if phase == "eval" and not prefix else ""))
+    if not prefix:
+        tape.new("batch", 3 * spec.tokens * INT64, "batch")
+    if clone:  # nested_detach(batch, clone=True), dpo/trainer.py:216
+        tape.new("batch_clone", 3 * spec.tokens * INT64, "batch")
+    tape.new("rotary", 2 * spec.tokens_per_row * spec.model.head_dim * BF16, "activations")
+    mask = None
+    if spec.attention in ("efficient", "eager"):
+        per_pair = 1 if spec.attention == "efficient" else BF16
+        mask = tape.new("mask", spec.rows * spec.tokens_per_row**2 * per_pair, "attention_mask")
+    engine = "reference" if prefix and job.reference_copy else "policy"
+    return [Part(phase, _literal(tape.cut()), engine=engine)], mask
+
+
+def _free_inputs(records: tuple[Event | Mark, ...]) -> list[Event]:
+    return [record._replace(size_bytes=-record.size_bytes) for record in records if isinstance(record, Event)]
+
+
+def _embedding(spec: LayerSpec, tape: Tape) -> list[Event | Mark]:
+    embed(spec, tape)
+    return list(_literal(tape.cut(), layer0=f"{tape.prefix}hidden"))
+
+
+def _literal(records: list[Event | Mark], layer0: str = "") -> tuple[Event | Mark, ...]:
+    """Outside a repeat a layer's storage is written with its index."""
+    out: list[Event | Mark] = []
+    for record in records:
+        if isinstance(record, Event) and (record.shift or record.tag == layer0 or record.tag == "grad_hidden"):
+            record = record._replace(tag=f"{record.tag}#{record.shift}", shift=0)
+        out.append(record)
+    return tuple(out)
+
+
+def _residual_bytes(spec: LayerSpec) -> int:
+    return spec.hidden * spec.residual_bytes // BF16
+
+
+def _head_spec(job: Job) -> HeadSpec:
+    return HeadSpec(
+        tied=job.model.tied_embeddings,
+        outputs_cast_to_fp32=job.autocast,
+        shifted_logits_copied=not job.stack.at_least("transformers", "4.50"),
+    )

@@ -1,0 +1,262 @@
+"""The event program of a job: load, init, a first and a steady step, evaluation, a save."""
+
+from __future__ import annotations
+
+import math
+
+from dpofit.memory.job import Job
+from dpofit.memory.overlay import Engine, Reducer, lay
+from dpofit.memory.parts import Part, evaluation, micro_batch
+from dpofit.memory.pinned import pinned_block_bytes
+from dpofit.memory.program import Event, Phase, Program, Repeat
+from dpofit.memory.spec import BF16, FP32
+from dpofit.memory.states import State, optimizer_states, weight_states
+from dpofit.memory.tape import Mark
+from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
+from dpofit.memory.zero3 import Module, coordinate
+
+Items = list[Event | Repeat]
+
+
+def build_program(job: Job) -> Program:
+    """Everything one rank allocates, in order; host events are this rank's too, `save` is rank 0's."""
+    sizes = zero_sizes(job) if job.recipe.zero else None
+    parts = micro_batch(job)
+    reducer_world = job.world_size if job.zero_stage >= 2 else 0
+    lasting, lazy = _optimizer_split(job, sizes)
+    phases = [
+        Phase("load", 0, tuple(_load(job))),
+        Phase("init", 0, tuple(_init(job, sizes, lasting))),
+    ]
+    phases += _step(job, sizes, parts, step=1, reducer_world=reducer_world, appearing=lazy)
+    phases += _step(job, sizes, parts, step=2, reducer_world=reducer_world, appearing=[])
+    if job.recipe.evaluates:
+        laid = lay(evaluation(job), _engines(job, sizes, traced=False), None)
+        phases.append(Phase("eval", 2, tuple(laid["eval"])))
+    if job.recipe.saves:
+        phases.append(Phase("save", 2, tuple(_save(job))))
+    return Program(tuple(phases))
+
+
+def _allocate(states: list[State]) -> Items:
+    events: Items = []
+    for state in states:
+        if state.space == "host_pinned" and state.size_bytes:
+            block = math.ceil(state.size_bytes / state.blocks)
+            rounded = pinned_block_bytes(block) * state.blocks
+            events.append(Event(state.tag, rounded, state.category, state.space))
+        elif state.size_bytes:
+            events.append(Event(state.tag, state.size_bytes, state.category, state.space))
+    return events
+
+
+def _pair(tag: str, size_bytes: int, category: str, space: str = "gpu") -> Items:
+    """Something that comes and goes."""
+    if size_bytes <= 0:
+        return []
+    event = Event(tag, size_bytes, category, space)  # type: ignore[arg-type]
+    return [event, event._replace(size_bytes=-size_bytes)]
+
+
+def _load(job: Job) -> Items:
+    items = _allocate(weight_states(job))
+    if job.zero_stage == 3:
+        # zero.Init builds each module whole on the GPU, then keeps its slice (partition_parameters.py Init)
+        items += _pair("load_module", job.model.embedding_parameters * BF16, "load")
+    elif job.zero_stage in (1, 2) and job.full:
+        # LLaMA-Factory upcasts trainable weights to fp32 before DeepSpeed casts them to bf16
+        items += _pair("load_fp32", job.model.parameters * BF16, "load")
+    return items
+
+
+def _optimizer_split(job: Job, sizes: ZeroSizes | None) -> tuple[list[State], list[State]]:
+    """(at init, at the first optimizer step): Adam's moments are made when first used."""
+    states = optimizer_states(job, sizes)
+    lazy = [state for state in states if state.tag.startswith("adam")]
+    return [state for state in states if not state.tag.startswith("adam")], lazy
+
+
+def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
+    items: Items = []
+    zero = job.recipe.zero
+    if zero is not None and sizes is not None:
+        share = math.ceil(job.trained_parameters / job.world_size)
+        group = min(share, sizes.sub_group) if zero.stage == 3 else share
+        if zero.offload_optimizer == "none":
+            items += _pair("master_copy", group * FP32, "optimizer")  # converted, then cloned: stage3.py:963
+        else:
+            items += _pair("master_copy", group * FP32, "optimizer", "host_pageable")
+        if zero.stage == 3 and zero.offload_param == "none":
+            # defragment (stage3.py:647-675) moves the shards through host memory when the GPU is short of none
+            items += _pair("defragment", math.ceil(job.trained_parameters / job.world_size) * BF16, "load",
+                           "gpu" if zero.offload_optimizer == "none" else "host_pageable")  # fmt: skip
+    items += _allocate(lasting)
+    if zero is not None and zero.stage == 3:
+        for name, engine in _engines(job, sizes, traced=True).items():
+            persistent = coordinate([], engine.parameters, engine.config, True)[1]
+            items += _allocate([State(f"{name}.persistent", persistent * BF16, "gathered")])
+    return items
+
+
+def _engines(job: Job, sizes: ZeroSizes | None, traced: bool) -> dict[str, Engine]:
+    """The ZeRO-3 engines; a LoRA run with a reference forwards one engine twice a step, which undoes its trace."""
+    if job.zero_stage != 3 or sizes is None:
+        return {}
+    twice = job.has_reference and not job.reference_copy
+    engines = {"policy": Engine(_parameters(job, adapters=True), sizes.coordinator(), traced and not twice)}
+    if job.reference_copy:
+        engines["reference"] = Engine(_parameters(job, adapters=False), reference_coordinator(job), traced)
+    return engines
+
+
+def _parameters(job: Job, adapters: bool) -> dict[Module, tuple[int, ...]]:
+    """Elements of each parameter tensor, by module."""
+    model = job.model
+    parameters: dict[Module, tuple[int, ...]] = {Module(None, "embed_tokens"): (model.embedding_parameters,)}
+    names: dict[str, tuple[int, ...]] = {}
+    seen: set[str] = set()
+    for linear in model.linears:
+        name = f"mlp.{linear.name}" if linear.name in seen else linear.name
+        seen.add(linear.name)
+        weight = linear.in_features * linear.out_features
+        names[name] = (weight, linear.out_features) if linear.bias else (weight,)
+        if adapters and not job.full and linear.name in job.lora_targets:
+            names[f"{name}.lora_A"] = (job.recipe.lora_rank * linear.in_features,)
+            names[f"{name}.lora_B"] = (job.recipe.lora_rank * linear.out_features,)
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        names[norm] = (model.hidden_size,)
+    if model.qk_norm:
+        names["q_norm"] = names["k_norm"] = (model.head_dim,)
+    for layer in range(model.layers):
+        for name, counts in names.items():
+            parameters[Module(layer, name)] = counts
+    parameters[Module(None, "norm")] = (model.hidden_size,)
+    if not model.tied_embeddings:
+        parameters[Module(None, "lm_head")] = (model.embedding_parameters,)
+    return parameters
+
+
+def _step(
+    job: Job, sizes: ZeroSizes | None, parts: list[Part], step: int, reducer_world: int, appearing: list[State]
+) -> list[Phase]:
+    reducer = None
+    buffers: Items = []
+    if reducer_world and sizes is not None:
+        reducer = Reducer(sizes.reduce_bucket, reducer_world)
+    if job.zero_stage in (1, 2) and sizes is not None:
+        copies = 2 if job.zero.overlap_comm else 1
+        size_bytes = copies * min(sizes.reduce_bucket, job.trained_parameters) * BF16
+        buffers = [Event("ipg_buckets", size_bytes, "buckets", "gpu", "compute")]
+    laid = lay(parts, _engines(job, sizes, traced=step > 1), reducer)
+    phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
+    backward = buffers + laid["backward"]
+    kept = reducer is None
+    partition = _partition_gradients(job)
+    if partition:
+        backward.insert(0, Event("grads_in_partition", partition, "gradients"))
+    phases.append(Phase("backward", step, tuple(backward)))
+    if job.recipe.gradient_accumulation > 1 and kept:
+        phases.append(Phase("accumulate", step, tuple(_accumulate(job, sizes, parts, laid))))
+    items: Items = []
+    if buffers:
+        items.append(buffers[0]._replace(size_bytes=-buffers[0].size_bytes))  # type: ignore[union-attr]
+    items += _optimizer_step(job, sizes, appearing)
+    if partition:
+        items.append(Event("grads_in_partition", -partition, "gradients"))
+    if kept:
+        items += _zero_grad(parts)
+    phases.append(Phase("optimizer_step", step, tuple(items)))
+    return phases
+
+
+def _partition_gradients(job: Job) -> int:
+    """ZeRO-1/2 without offload: the averaged gradients of this rank's partition (stage_1_and_2.py:1447-1476)."""
+    if job.zero_stage not in (1, 2) or job.zero.offload_optimizer != "none":
+        return 0
+    return math.ceil(job.trained_parameters / job.world_size) * BF16
+
+
+def _gradient_marks(parts: list[Part]) -> list[tuple[Part, Mark]]:
+    return [(part, record) for part in parts for record in part.records
+            if isinstance(record, Mark) and record.kind == "grad"]  # fmt: skip
+
+
+def _zero_grad(parts: list[Part]) -> Items:
+    """Gradients that stayed until the step go: zero_grad(set_to_none=True)."""
+    items: Items = []
+    for part in parts:
+        events = tuple(
+            Event(f"grad.{record.module}", -record.size_bytes, "gradients")
+            for record in part.records
+            if isinstance(record, Mark) and record.kind == "grad"
+        )
+        if events:
+            items += [Repeat(events, part.layers)] if part.layers else list(events)
+    return items
+
+
+def _accumulate(job: Job, sizes: ZeroSizes | None, parts: list[Part], laid: dict[str, Items]) -> Items:
+    """A later micro-batch: each weight's gradient appears beside the one it is added to, and goes."""
+    again = lay([_added_in_place(part) for part in parts], _engines(job, sizes, traced=True), None)
+    return [item for items in again.values() for item in items]
+
+
+def _added_in_place(part: Part) -> Part:
+    records: list[Event | Mark] = []
+    for record in part.records:
+        if isinstance(record, Event) and record.tag.startswith("grad.") and record.size_bytes > 0:
+            records.append(record._replace(tag=f"more.{record.tag}"))
+        elif isinstance(record, Mark) and record.kind == "grad":
+            records.append(Event(f"more.grad.{record.module}", -record.size_bytes, "gradients"))
+        else:
+            records.append(record)
+    return Part("accumulate", tuple(records), part.layers, part.reverse, part.engine)
+
+
+def _optimizer_step(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -> Items:
+    """Temporaries of the step: fp32 gradients of a group, then what the optimizer itself needs."""
+    items = _allocate(appearing)
+    foreach = job.recipe.optim == "adamw_torch"
+    trained = job.trained_parameters
+    zero = job.recipe.zero
+    if zero is None:
+        if foreach:  # torch/optim/adamw.py _multi_tensor_adamw: exp_avg_sq_sqrt of all parameters at once
+            items += _pair("foreach", trained * (BF16 if job.recipe.pure_bf16 else FP32), "optimizer_workspace")
+        return items
+    if zero.offload_optimizer == "cpu":
+        return items
+    share = math.ceil(trained / job.world_size)
+    assert sizes is not None
+    group = min(share, sizes.sub_group) if zero.stage == 3 else share
+    if zero.stage < 3:  # get_grad_norm_direct takes each gradient to float64 whole (stage_1_and_2.py:1859)
+        largest = job.model.embedding_parameters if job.full else _largest_adapter(job)
+        items += _pair("grad_norm", min(largest, share) * 8, "optimizer_workspace")
+    flat = Event("flat_grads", group * BF16, "optimizer_workspace")
+    wide = Event("fp32_grads", group * FP32, "optimizer_workspace")
+    items += [flat, wide, flat._replace(size_bytes=-flat.size_bytes)]
+    if foreach:
+        items += _pair("foreach", group * FP32, "optimizer_workspace")
+    items.append(wide._replace(size_bytes=-wide.size_bytes))
+    return items
+
+
+def _largest_adapter(job: Job) -> int:
+    return max(
+        (job.recipe.lora_rank * max(linear.in_features, linear.out_features)
+         for linear in job.model.linears if linear.name in job.lora_targets),
+        default=0,
+    )  # fmt: skip
+
+
+def _save(job: Job) -> Items:
+    """LLaMA-Factory's native save. ZeRO-3 full: modules are gathered one by one, the 16-bit model piles up on rank 0's
+    host (engine.py _zero3_consolidated_16bit_state_dict). ZeRO-2: clones of the whole model on every rank."""
+    items: Items = []
+    if not job.full:
+        return _pair("adapter_copy", job.trained_parameters * job.trained_bytes, "save", "host_pageable")
+    if job.zero_stage == 3:
+        items += _pair("save_gather", job.model.embedding_parameters * BF16, "gathered")
+        items += _pair("save_rank0", job.model.parameters * BF16, "save_rank0", "host_pageable")
+    else:
+        items += _pair("save_copy", job.model.parameters * BF16, "save", "host_pageable")
+    return items
