@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dpofit.recipe.environment import expandable_segments
 from dpofit.recipe.memory_keys import unmodelled_keys
 from dpofit.recipe.recipe import Recipe, ZeroConfig
-from dpofit.recipe.rules import Run
+from dpofit.recipe.run import Run
 from dpofit.recipe.settings import Settings
 
 

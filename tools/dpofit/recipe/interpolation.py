@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 _START = re.compile(r"(\\*)\$\{")
@@ -56,10 +57,9 @@ class _Resolver:
             raise InterpolationError(f"refers to itself through ${{{_dotted(path)}}}")
         self.open_paths.append(path)
         try:
-            parts = self._parts(text, path[:-1])
+            return _joined(self._parts(text, path[:-1]))
         finally:
             self.open_paths.pop()
-        return parts[0] if len(parts) == 1 else "".join(str(part) for part in parts)
 
     def _parts(self, text: str, parent: tuple[Any, ...]) -> list[Any]:
         parts: list[Any] = []
@@ -78,7 +78,7 @@ class _Resolver:
             position = end + 1
         if position < len(text):
             parts.append(text[position:])
-        return _join_text(parts)
+        return parts
 
     def _interpolation(self, inside: str, parent: tuple[Any, ...]) -> Any:
         inside = inside.strip()
@@ -87,7 +87,7 @@ class _Resolver:
             name, arguments = inside[: colon[0]].strip(), inside[colon[0] + 1 :]
             return self._call(name, [self._argument(part, parent) for part in _split(arguments)], parent)
         if "${" in inside:
-            inside = "".join(str(part) for part in self._parts(inside, parent))
+            inside = str(_joined(self._parts(inside, parent)))
         return self._node(inside, parent)
 
     def _node(self, written: str, parent: tuple[Any, ...]) -> Any:
@@ -130,8 +130,7 @@ class _Resolver:
             inner = written[1:-1].replace("\\" + written[0], written[0])
             return self.text(inner, (*parent, object())) if "${" in inner else inner
         if "${" in written:
-            parts = self._parts(written, parent)
-            return parts[0] if len(parts) == 1 else "".join(str(part) for part in parts)
+            return _joined(self._parts(written, parent))
         if written[:1] in ("[", "{"):
             raise InterpolationError(f"list and mapping arguments such as {written} are not supported")
         return _primitive(written)
@@ -162,9 +161,9 @@ def _primitive(written: str) -> Any:
     return written
 
 
-def _join_text(parts: list[Any]) -> list[Any]:
-    """One part stays what it is; the empty text has one empty part."""
-    return parts or [""]
+def _joined(parts: list[Any]) -> Any:
+    """A lone part keeps its type; several become one text."""
+    return parts[0] if len(parts) == 1 else "".join(str(part) for part in parts)
 
 
 def _closing_brace(text: str, start: int) -> int:
@@ -210,7 +209,7 @@ def _split(arguments: str) -> list[str]:
     if not arguments.strip():
         return []
     cuts = [-1, *_top_level(arguments, ","), len(arguments)]
-    return [arguments[left + 1 : right] for left, right in zip(cuts, cuts[1:], strict=False)]
+    return [arguments[left + 1 : right] for left, right in pairwise(cuts)]
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -13,21 +13,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+
+def words(text: str) -> frozenset[str]:
+    """Names written one after the other."""
+    return frozenset(text.split())
+
+
 # LLaMA-Factory splits these at commas and takes a list as it is (hparams/*_args.py __post_init__ `split_arg`).
-COMMA_LISTS = frozenset(
-    [
-        "dataset",
-        "eval_dataset",
-        "interleave_probs",
-        "freeze_trainable_modules",
-        "freeze_extra_modules",
-        "lora_target",
-        "oft_target",
-        "additional_target",
-        "galore_target",
-        "apollo_target",
-    ]
+COMMA_LISTS = words(
+    """
+    dataset eval_dataset interleave_probs freeze_trainable_modules freeze_extra_modules lora_target oft_target
+    additional_target galore_target apollo_target
+    """
 )
+# Accepted beside what the annotation says: dataset_dir as the content of dataset_info.json (data/parser.py 96),
+# resume_from_checkpoint: true (transformers trainer.py: the newest checkpoint).
+_ALSO_ACCEPTED = {"dataset_dir": "dict", "resume_from_checkpoint": "bool"}
 _YAML_NO = {False: "no", True: "yes"}
 
 
@@ -73,7 +74,7 @@ class DeepSpeedKey:
 
 @cache
 def deepspeed_keys(section: str) -> dict[str, DeepSpeedKey]:
-    """Spellings of a section (`zero_optimization`, `offload_optimizer`, `offload_param`), from DeepSpeed's own models."""
+    """Spellings of a section (`zero_optimization`, `offload_optimizer`, `offload_param`), from DeepSpeed's models."""
     return {name: DeepSpeedKey(key["field"], key["default"]) for name, key in _data()["deepspeed"][section].items()}
 
 
@@ -82,13 +83,13 @@ def nearest(name: str, names: list[str] | tuple[str, ...]) -> str | None:
     import difflib  # only when something is wrong
 
     lowered = {known.lower(): known for known in names}
-    found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.72)
     return lowered[found[0]] if found else None
 
 
 def wrong_type(key: KnownKey, value: Any) -> tuple[str, str] | None:
     """(what is wrong, what would be right) with a value's type, or None. Numbers written as text are wrong."""
-    types = key.types
+    types = key.types | {_ALSO_ACCEPTED.get(key.name, "")}
     if value is None:
         # A switch left empty counts as off.
         return None if types & {"null", "bool"} else ("is null", f"Give {_wanted(key)}, or remove the key.")
@@ -145,6 +146,8 @@ def _wanted(key: KnownKey) -> str:
 
 
 def _shown(value: Any) -> str:
-    kind = {str: "the text", list: "a list", dict: "a mapping"}.get(type(value), "")
-    shown = "" if isinstance(value, (list, dict)) else repr(value)
-    return f"{kind} {shown}".strip()
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "a mapping"
+    return f"the text {value!r}" if isinstance(value, str) else repr(value)

@@ -39,8 +39,11 @@ def _info(why: str) -> Kind:
 KINDS: dict[str, Kind] = {
     # the file itself
     "config.unknown-key": _refused(
-        "LLaMA-Factory refuses a file with a key none of its arguments has "
-        "(unless ALLOW_EXTRA_ARGS=1, which drops the key silently)."
+        "LLaMA-Factory refuses a file with a key none of its arguments has (unless ALLOW_EXTRA_ARGS=1, which "
+        "drops the key silently)."
+    ),
+    "config.other-format": _refused(
+        "The file belongs to another program, or to LLaMA-Factory's experimental v1 format."
     ),
     "config.wrong-type": _refused(
         "Nothing converts or checks a YAML's values before they are used: a wrong type fails minutes later, "
@@ -48,11 +51,13 @@ KINDS: dict[str, Kind] = {
     ),
     "config.invalid-choice": _refused("The key takes only the values listed."),
     "config.missing-value": _refused("`???` marks a value that someone must still fill in."),
-    "config.interpolation": _refused("An OmegaConf `${}` that points nowhere, at itself, or at a resolver that dpofit does not read."),
+    "config.interpolation": _refused(
+        "An OmegaConf `${}` that points nowhere, at itself, or at a resolver that dpofit does not read."
+    ),
     "config.no-model": _refused("LLaMA-Factory stops without `model_name_or_path`."),
     "config.environment": _refused(
-        "A run folder's dpofit.yaml may set only NCCL_*, PYTORCH_*, TORCH_*, OMP_NUM_THREADS, CUDA_*, DS_*, DPOFIT_* "
-        "and OPTIM_TORCH, each to one value."
+        "A run folder's dpofit.yaml may set only NCCL_*, PYTORCH_*, TORCH_*, OMP_NUM_THREADS, CUDA_*, DS_*, "
+        "DPOFIT_* and OPTIM_TORCH, each to one value."
     ),
     "config.deepspeed-file": _refused("The DeepSpeed config is missing or is not readable JSON."),
     "config.deepspeed-key": _refused(
@@ -61,12 +66,16 @@ KINDS: dict[str, Kind] = {
     "config.deepspeed-value": _refused("A DeepSpeed setting has a value of the wrong type or out of range."),
     # what LLaMA-Factory or transformers refuses after reading the file
     "config.pure-bf16-zero3": _error("`pure_bf16` is refused under ZeRO-3, which keeps fp32 master weights itself."),
-    "config.unsloth-zero3": _error("`use_unsloth` is refused under ZeRO-3. `use_unsloth_gc` is something else and works there."),
+    "config.unsloth-zero3": _error(
+        "`use_unsloth` is refused under ZeRO-3. `use_unsloth_gc` is something else and works there."
+    ),
     "config.kt-zero3": _error("KTransformers is refused under ZeRO-3."),
     "config.pissa-zero3": _error("PiSSA initialisation is refused under ZeRO-3."),
     "config.pissa-stage": _error("`pissa_init` is refused for ppo, kto and any loss that needs a reference model."),
     "config.pissa-quantized": _error("PiSSA cannot be initialised on a quantized model."),
-    "config.quantization-method": _error("On-the-fly quantization is accepted only with `finetuning_type: lora` or `oft`."),
+    "config.quantization-method": _error(
+        "On-the-fly quantization is accepted only with `finetuning_type: lora` or `oft`."
+    ),
     "config.quantization-bits": _error("The quantization method does not offer this number of bits."),
     "config.quantization-zero3": _error("Under ZeRO-3 only 4-bit bitsandbytes is accepted."),
     "config.quantization-vocab": _error("The embeddings of a quantized model cannot be resized."),
@@ -84,18 +93,22 @@ KINDS: dict[str, Kind] = {
     "config.sft-only": _error("The key is accepted only with `stage: sft`."),
     "config.no-dataset": _error("Training without `dataset` is refused."),
     "config.no-eval-data": _error("Evaluation is asked for, but neither `eval_dataset` nor `val_size` gives it data."),
-    "config.eval-data-twice": _error("`val_size` splits `dataset`; it is refused without one, and next to `eval_dataset`."),
+    "config.eval-data-twice": _error(
+        "`val_size` splits `dataset`; it is refused without one, and next to `eval_dataset`."
+    ),
     "config.streaming": _error("Streaming needs `max_steps`, a whole `val_size`, and no `max_samples`."),
     "config.mixing": _error("`interleave_probs` needs an interleaving `mix_strategy` and one number for each dataset."),
     "config.mask-history": _error("`mask_history` and `train_on_prompt` exclude each other."),
     "config.predict-with-generate": _error(
         "`predict_with_generate` excludes ZeRO-3 and `compute_accuracy`, and sft prediction needs it."
     ),
-    "config.reward-model": _error("ppo needs `reward_model`, and a reward model of a kind that matches `finetuning_type`."),
+    "config.reward-model": _error(
+        "ppo needs `reward_model`, and a reward model of a kind that matches `finetuning_type`."
+    ),
     "config.ppo": _error("ppo trains only, and excludes `shift_attn`."),
     "config.load-best": _error(
-        "`load_best_model_at_end` is refused for rm and ppo, and needs `save_strategy` and `eval_strategy` to match, "
-        "with `save_steps` a multiple of `eval_steps`."
+        "`load_best_model_at_end` is refused for rm and ppo, and needs `save_strategy` and `eval_strategy` to"
+        " match, with `save_steps` a multiple of `eval_steps`."
     ),
     "config.precision-twice": _error("`bf16` and `fp16` exclude each other (for evaluation too)."),
     "config.scheduler-needs-eval": _error("`reduce_lr_on_plateau` and `greedy` need an `eval_strategy`."),
@@ -106,111 +119,144 @@ KINDS: dict[str, Kind] = {
     "config.export-dataset": _error("`export_quantization_bit` needs `export_quantization_dataset`."),
     "config.trackio-project": _error("Reporting to trackio needs `project`."),
     "config.flash-attn-fa3": _error(
-        "LLaMA-Factory 0.9.5 lists `fa3` as a choice but implements it for gpt-oss alone; "
-        "any other model stops with `Unknown attention type`."
+        "LLaMA-Factory 0.9.5 lists `fa3` as a choice but implements it for gpt-oss alone; any other model "
+        "stops with `Unknown attention type`."
     ),
     "config.deepspeed-mismatch": _error(
         "transformers stops when a number in the DeepSpeed JSON differs from the recipe's own."
     ),
     "config.partial-offload-stage": _error("`offload_optimizer.ratio` below 1 is accepted only at stage 3."),
     "config.dataset-not-ranked": _error(
-        "dpo and rm accept only datasets whose dataset_info.json entry has `ranking: true`; sft, pt and kto only others."
+        "dpo and rm accept only datasets whose dataset_info.json entry has `ranking: true`; sft, pt and kto "
+        "only others."
     ),
-    "config.dataset-unknown": _error("Every name in `dataset` and `eval_dataset` must be an entry of dataset_info.json."),
-    "config.bf16-hardware": _error("V100 and T4 have no bf16: transformers stops when `bf16` or `pure_bf16` is asked for."),
+    "config.dataset-unknown": _error(
+        "Every name in `dataset` and `eval_dataset` must be an entry of dataset_info.json."
+    ),
+    "config.bf16-hardware": _error(
+        "V100 and T4 have no bf16: transformers stops when `bf16` or `pure_bf16` is asked for."
+    ),
     # what surprises people
-    "config.text-for-switch": _warning('Text is not converted: any text counts as true, and only "true"-like text says what it does.'),
+    "config.text-for-switch": _warning(
+        'Text is not converted: any text counts as true, and only "true"-like text says what it does.'
+    ),
     "config.interpolation-unresolved": _warning(
-        "dpofit resolves `${}`. Plain llamafactory-cli does not (it converts with resolve=False) and takes the literal text."
+        "dpofit resolves `${}`. Plain llamafactory-cli does not (it converts with resolve=False) and takes "
+        "the literal text."
     ),
     "config.gradient-checkpointing-on": _info(
         "LLaMA-Factory turns gradient checkpointing on unless `disable_gradient_checkpointing` is true; "
         "`gradient_checkpointing: true` saves nothing more."
     ),
     "config.gradient-checkpointing-back": _warning(
-        "With `disable_gradient_checkpointing: true`, transformers' own `gradient_checkpointing: true` turns it on again, "
-        "non-reentrant and without `use_unsloth_gc`."
+        "With `disable_gradient_checkpointing: true`, transformers' own `gradient_checkpointing: true` turns "
+        "it on again, non-reentrant and without `use_unsloth_gc`."
     ),
     "config.gradient-checkpointing-reentrant": _warning(
-        "`gradient_checkpointing: true` makes the trainer enable checkpointing a second time, "
-        "reentrant, which undoes `use_reentrant_gc: false`."
+        "`gradient_checkpointing: true` makes the trainer enable checkpointing a second time, reentrant, "
+        "which undoes `use_reentrant_gc: false`."
     ),
     "config.gradient-checkpointing-kwargs": _warning(
         "`gradient_checkpointing_kwargs` is read only when `gradient_checkpointing: true`."
     ),
     "config.unsloth-gc-off": _warning("`use_unsloth_gc` does nothing when gradient checkpointing is disabled."),
-    "config.unsloth-full": _warning("`use_unsloth` patches LoRA training only; with full fine-tuning it brings no LoRA kernels."),
+    "config.unsloth-full": _warning(
+        "`use_unsloth` patches LoRA training only; with full fine-tuning it brings no LoRA kernels."
+    ),
     "config.unsloth-is-not-unsloth-gc": _info(
-        "`use_unsloth` needs the unsloth package and replaces the model's code; `use_unsloth_gc` is LLaMA-Factory's own "
-        "checkpoint offload to host memory and needs no package."
+        "`use_unsloth` needs the unsloth package and replaces the model's code; `use_unsloth_gc` is LLaMA-"
+        "Factory's own checkpoint offload to host memory and needs no package."
     ),
     "config.liger-no-fused-loss": _info(
-        "Outside pt and sft LLaMA-Factory turns Liger's fused linear cross-entropy off: "
-        "RMSNorm, SwiGLU and RoPE are fused, the logits of dpo are as large as before."
+        "Outside pt and sft LLaMA-Factory turns Liger's fused linear cross-entropy off: RMSNorm, SwiGLU and "
+        "RoPE are fused, the logits of dpo are as large as before."
     ),
     "config.liger-twice": _warning(
-        "`use_liger_kernel` is transformers' own switch and applies Liger a second time, fused loss included; "
-        "LLaMA-Factory's is `enable_liger_kernel`."
+        "`use_liger_kernel` is transformers' own switch and applies Liger a second time, fused loss included;"
+        " LLaMA-Factory's is `enable_liger_kernel`."
     ),
     "config.eval-batch-default": _warning(
-        "`per_device_eval_batch_size` defaults to 8, which in dpo is 16 rows of fp32 logits: "
-        "training fits and the first evaluation runs out of memory."
+        "`per_device_eval_batch_size` defaults to 8, which in dpo is 16 rows of fp32 logits: training fits "
+        "and the first evaluation runs out of memory."
     ),
     "config.eval-data-unused": _info(
         "`val_size` and `eval_dataset` only prepare data; without `eval_strategy` or `do_eval` nothing is evaluated."
     ),
-    "config.train-batch-default": _warning("`per_device_train_batch_size` defaults to 8, which in dpo is 16 rows at once."),
-    "config.no-do-train": _warning("`do_train` defaults to false: LLaMA-Factory loads everything and ends without training."),
-    "config.no-precision": _warning(
-        "Without `bf16`, `fp16` or `pure_bf16` everything is computed and kept in fp32: twice the activations and logits."
+    "config.train-batch-default": _warning(
+        "`per_device_train_batch_size` defaults to 8, which in dpo is 16 rows at once."
     ),
-    "config.fp16-dpo": _warning("fp16 needs loss scaling and overflows where bf16 does not; on Ampere and newer use bf16."),
+    "config.no-do-train": _warning(
+        "`do_train` defaults to false: LLaMA-Factory loads everything and ends without training."
+    ),
+    "config.no-precision": _warning(
+        "Without `bf16`, `fp16` or `pure_bf16` everything is computed and kept in fp32: twice the activations"
+        " and logits."
+    ),
+    "config.fp16-dpo": _warning(
+        "fp16 needs loss scaling and overflows where bf16 does not; on Ampere and newer use bf16."
+    ),
     "config.no-cutoff": _warning(
-        "`cutoff_len` defaults to 2,048: longer prompts and answers are cut at the tail, "
-        "and pairs that differ only there become identical."
+        "`cutoff_len` defaults to 2,048: longer prompts and answers are cut at the tail, and pairs that "
+        "differ only there become identical."
     ),
     "config.packing-dpo": _info("dpo does not pack; `packing: true` only lowers `cutoff_len` by one."),
-    "config.pref-ftx": _info("`pref_ftx` adds an sft term on the chosen answers to the loss; dpo papers and most recipes leave it 0."),
+    "config.pref-ftx": _info(
+        "`pref_ftx` adds an sft term on the chosen answers to the loss; dpo papers and most recipes leave it 0."
+    ),
     "config.lora-dropout-dpo": _info("dpo turns every dropout of the model off, `lora_dropout` included."),
     "config.lora-keys-full": _info("The key shapes LoRA only and does nothing with this `finetuning_type`."),
     "config.reference-ignored": _warning("orpo and simpo use no reference model; `ref_model` is ignored."),
     "config.pref-keys-stage": _info("The key is read only by preference stages."),
     "config.many-checkpoints": _warning(
-        "Without `save_total_limit` every checkpoint stays; under DeepSpeed each full one takes "
-        "14 to 16 bytes a parameter unless `save_only_model` is set."
+        "Without `save_total_limit` every checkpoint stays; under DeepSpeed each full one takes 14 to 16 "
+        "bytes a parameter unless `save_only_model` is set."
     ),
     "config.output-has-checkpoints": _warning(
-        "LLaMA-Factory resumes from the newest checkpoint in `output_dir` without asking, "
-        "another recipe's included."
+        "LLaMA-Factory resumes from the newest checkpoint in `output_dir` without asking, another recipe's included."
     ),
     "config.output-not-empty": _error(
         "LLaMA-Factory stops when `output_dir` already holds a finished model and no checkpoint to resume from."
     ),
     "config.overwrite-output": _warning(
-        "`overwrite_output_dir: true` starts over in a folder that holds checkpoints; rotation may then delete the old ones."
+        "`overwrite_output_dir: true` starts over in a folder that holds checkpoints; rotation may then "
+        "delete the old ones."
     ),
-    "config.cli-json": _warning("Plain llamafactory-cli cannot read a JSON recipe (it passes a path to json.load); dpofit can."),
+    "config.cli-json": _warning(
+        "Plain llamafactory-cli cannot read a JSON recipe (it passes a path to json.load); dpofit can."
+    ),
     "config.cli-spaces": _warning(
-        "Plain llamafactory-cli splits its torchrun command at spaces, so a recipe path with spaces fails on several GPUs."
+        "Plain llamafactory-cli splits its torchrun command at spaces, so a recipe path with spaces fails on "
+        "several GPUs."
+    ),
+    "config.quantization-not-applied": _warning(
+        "Only bnb, hqq and eetq quantize on the fly; with any other `quantization_method`, `quantization_bit`"
+        " does nothing and the model loads in 16 bits."
     ),
     "config.zero3-qlora": _warning(
-        "4-bit under ZeRO-3 trains only with bitsandbytes 0.43 or newer and a 16-bit storage type; "
-        "each GPU first loads the 4-bit model whole."
+        "4-bit under ZeRO-3 trains only with bitsandbytes 0.43 or newer and a 16-bit storage type; each GPU "
+        "first loads the 4-bit model whole."
     ),
     "config.zero3-gather": _warning(
-        "At stage 3 without `stage3_gather_16bit_weights_on_model_save` no loadable weights are saved, only ZeRO shards."
+        "At stage 3 without `stage3_gather_16bit_weights_on_model_save` no loadable weights are saved, only "
+        "ZeRO shards."
     ),
     "config.offload-param-stage": _warning("`offload_param` works only at stage 3."),
     "config.deepspeed-ignored-key": _warning("DeepSpeed does not know this section and ignores it silently."),
     "config.deepspeed-batch": _info("A fixed `train_batch_size` ties the recipe to one number of GPUs."),
-    "config.deepspeed-location": _info("Where the DeepSpeed file was found; LLaMA-Factory looks in the working directory only."),
+    "config.deepspeed-location": _info(
+        "Where the DeepSpeed file was found; LLaMA-Factory looks in the working directory only."
+    ),
     "config.expandable-overwritten": _warning(
-        "On several GPUs llamafactory-cli overwrites PYTORCH_CUDA_ALLOC_CONF with expandable_segments:True unless OPTIM_TORCH=0."
+        "On several GPUs llamafactory-cli overwrites PYTORCH_CUDA_ALLOC_CONF with expandable_segments:True "
+        "unless OPTIM_TORCH=0."
     ),
     "config.long-recipe": _warning(
-        "The recipe's card asks for dpofit's long-prompt code: run with plain llamafactory-cli it runs stock and will not fit."
+        "The recipe's card asks for dpofit's long-prompt code: run with plain llamafactory-cli it runs stock "
+        "and will not fit."
     ),
-    "config.secret-in-file": _warning("The file holds a token in plain text; anyone who reads or commits it has the token."),
+    "config.secret-in-file": _warning(
+        "The file holds a token in plain text; anyone who reads or commits it has the token."
+    ),
     "config.files-missing": _warning("A path that must exist when the run starts does not exist on this machine."),
     "config.retired-key-accepted": _info("transformers still accepts the key and announces its removal."),
-}  # fmt: skip
+}

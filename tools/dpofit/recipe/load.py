@@ -1,4 +1,4 @@
-"""A recipe, by catalogue name or path, read and checked whole: `load_recipe` for planning, `read_recipe` for `check`."""
+"""A recipe, by name or path, read and checked whole: `load_recipe` for planning, `read_recipe` for `check`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from dpofit.errors import BadInput, Problem
 from dpofit.recipe.build import build_recipe
 from dpofit.recipe.catalogue import catalogue_file, find_recipe, newest, recipe_files
-from dpofit.recipe.deepspeed import DeepSpeedConfig, find_deepspeed, zero_config
+from dpofit.recipe.deepspeed import DeepSpeedConfig, find_deepspeed
 from dpofit.recipe.environment import extra_keys_allowed, run_environment
 from dpofit.recipe.interpolation import InterpolationError, has_interpolation, resolve
 from dpofit.recipe.issue import Issue
@@ -18,10 +18,12 @@ from dpofit.recipe.keys import known_keys, nearest
 from dpofit.recipe.mismatch import deepspeed_mismatches
 from dpofit.recipe.notes import Note, notes
 from dpofit.recipe.overrides import merge, parse_overrides
-from dpofit.recipe.recipe import Recipe
-from dpofit.recipe.rules import Run, refusals
+from dpofit.recipe.recipe import Recipe, ZeroConfig
+from dpofit.recipe.rules import refusals
+from dpofit.recipe.run import Run
 from dpofit.recipe.settings import Settings, value_issues
 from dpofit.recipe.yaml_file import Document, read_document
+from dpofit.recipe.zero import zero_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ def read_recipe(
     values_ok = not any(issue.stops for issue in issues)
     found, deepspeed_issues = (None, []) if _unusable(issues, "deepspeed") else find_deepspeed(settings)
     issues += deepspeed_issues
-    zero, unmodelled = None, ()
+    zero: ZeroConfig | None = None
+    unmodelled: tuple[str, ...] = ()
     if found is not None:
         zero, unmodelled, zero_issues = zero_config(found)
         issues += zero_issues

@@ -2,64 +2,21 @@
 
 from __future__ import annotations
 
-from dpofit.recipe.keys import known_keys
+from dpofit.recipe.keys import known_keys, words
 from dpofit.recipe.settings import Settings
 
 # Read into typed fields of Recipe (build.py).
-TYPED = frozenset(
-    [
-        "model_name_or_path",
-        "stage",
-        "finetuning_type",
-        "deepspeed",
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "gradient_accumulation_steps",
-        "cutoff_len",
-        "do_eval",
-        "eval_strategy",
-        "val_size",
-        "eval_dataset",
-        "packing",
-        "neat_packing",
-        "pref_loss",
-        "pref_ftx",
-        "ld_alpha",
-        "ref_model",
-        "ref_model_adapters",
-        "ref_model_quantization_bit",
-        "lora_rank",
-        "lora_target",
-        "lora_dropout",
-        "additional_target",
-        "use_dora",
-        "use_rslora",
-        "pissa_init",
-        "create_new_adapter",
-        "adapter_name_or_path",
-        "quantization_bit",
-        "quantization_method",
-        "quantization_type",
-        "double_quantization",
-        "bf16",
-        "fp16",
-        "pure_bf16",
-        "upcast_layernorm",
-        "upcast_lmhead_output",
-        "disable_gradient_checkpointing",
-        "use_reentrant_gc",
-        "gradient_checkpointing",
-        "gradient_checkpointing_kwargs",
-        "use_unsloth",
-        "use_unsloth_gc",
-        "enable_liger_kernel",
-        "flash_attn",
-        "optim",
-        "torch_empty_cache_steps",
-        "save_only_model",
-        "save_total_limit",
-        "save_strategy",
-    ]
+TYPED = words(
+    """
+    model_name_or_path stage finetuning_type deepspeed per_device_train_batch_size per_device_eval_batch_size
+    gradient_accumulation_steps cutoff_len do_eval eval_strategy val_size eval_dataset packing neat_packing
+    pref_loss pref_ftx ld_alpha ref_model ref_model_adapters ref_model_quantization_bit lora_rank lora_target
+    lora_dropout additional_target use_dora use_rslora pissa_init create_new_adapter adapter_name_or_path
+    quantization_bit quantization_method quantization_type double_quantization bf16 fp16 pure_bf16
+    upcast_layernorm upcast_lmhead_output disable_gradient_checkpointing use_reentrant_gc
+    gradient_checkpointing gradient_checkpointing_kwargs use_unsloth use_unsloth_gc enable_liger_kernel
+    flash_attn optim torch_empty_cache_steps save_only_model save_total_limit save_strategy
+    """
 )
 
 # Cannot change what the model of a run holds in memory, by reason.

@@ -26,22 +26,16 @@ def notes(
     """Remarks of a recipe that loaded, one an id."""
     found = []
     if deepspeed is not None and deepspeed.found_in == "recipe folder":
-        found.append(
-            Note(
-                "deepspeed-beside-recipe",
-                f"deepspeed: read {deepspeed.source}, beside the recipe; LLaMA-Factory looks in the working directory only.",
-            )
+        text = (
+            f"deepspeed: read {deepspeed.source}, beside the recipe; LLaMA-Factory looks in the working directory only."
         )
+        found.append(Note("deepspeed-beside-recipe", text))
     if deepspeed is not None and deepspeed.found_in == "example":
-        found.append(
-            Note(
-                "deepspeed-example",
-                f"deepspeed: {deepspeed.source} is not here; planned with the content of LLaMA-Factory's example of that name.",
-            )
-        )
+        text = f"deepspeed: {deepspeed.source} is not here; planned with LLaMA-Factory's own example of that name."
+        found.append(Note("deepspeed-example", text))
     if any(issue.id == "config.interpolation-unresolved" for issue in issues):
         found.append(Note("interpolation-resolved", KINDS["config.interpolation-unresolved"].why))
-    if any(key not in settings for key in ("do_train",)) or not settings.on("do_train"):
+    if not settings.on("do_train"):
         found.append(Note("no-do-train", "do_train is not true: LLaMA-Factory would not train; planned as if it did."))
     if recipe.liger and recipe.stage not in ("pt", "sft"):
         found.append(Note("liger-no-fused-loss", KINDS["config.liger-no-fused-loss"].why))

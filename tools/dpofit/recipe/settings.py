@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpofit.recipe.issue import Issue
-from dpofit.recipe.keys import known_keys, nearest, wrong_choice, wrong_type
+from dpofit.recipe.keys import known_keys, nearest, pinned_versions, wrong_choice, wrong_type
 from dpofit.recipe.overrides import COMMAND_LINE
 from dpofit.recipe.retired import RETIRED
 from dpofit.recipe.yaml_file import Document
@@ -32,6 +32,10 @@ class Settings:
         """A switch, true where LLaMA-Factory would take it for true."""
         return bool(self[key])
 
+    def set(self, key: str) -> bool:
+        """Whether the key has a value other than null."""
+        return self[key] is not None
+
     def number(self, key: str) -> float:
         """A number, 0 when absent or null."""
         return self[key] or 0
@@ -55,13 +59,18 @@ class Settings:
 
 def value_issues(settings: Settings, extra_keys_allowed: bool) -> list[Issue]:
     """Unknown keys, wrong types, values outside a key's choices, unfilled values; in the order of the file."""
+    if other := _other_format(settings.given):
+        return [settings.issue("config.other-format", None, other, "Give a file for `llamafactory-cli train`.")]
+    pinned = pinned_versions()["llamafactory"]
     issues = []
     for name, value in settings.given.items():
         key = known_keys().get(name)
         if key is None:
             if not extra_keys_allowed:
                 issues.append(
-                    settings.issue("config.unknown-key", name, "is not a key of LLaMA-Factory", _instead(name))
+                    settings.issue(
+                        "config.unknown-key", name, f"is not a key of LLaMA-Factory {pinned}", _instead(name)
+                    )
                 )
         elif value == "???":
             issues.append(settings.issue("config.missing-value", name, "is still ???", "Fill it in."))
@@ -72,6 +81,21 @@ def value_issues(settings: Settings, extra_keys_allowed: bool) -> list[Issue]:
         elif isinstance(value, str) and key.types <= {"bool", "null"}:
             issues.append(settings.issue("config.text-for-switch", name, f"is the text {value!r}", "Write true."))
     return issues
+
+
+def _other_format(given: Mapping[str, Any]) -> str | None:
+    """What else the file is, by keys that only that format has."""
+    if "compute_environment" in given or "distributed_type" in given:
+        return "is an accelerate config, not a recipe"
+    if (
+        "model" in given
+        and "model_name_or_path" not in given
+        and {"dist_config", "model_class", "peft_config"} & set(given)
+    ):
+        return "is a recipe of LLaMA-Factory's experimental v1 trainer (USE_V1=1)"
+    if "zero_optimization" in given:
+        return "is a DeepSpeed config, not a recipe"
+    return None
 
 
 def _instead(name: str) -> str:

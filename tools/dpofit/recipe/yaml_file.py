@@ -86,9 +86,7 @@ def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
         if node is None:
             return {}, {}
         if not isinstance(node, yaml.MappingNode):
-            raise _bad(
-                path, node.start_mark.line + 1, f"holds a {node.id}, not keys with values", "Write `key: value` lines."
-            )
+            raise _bad(path, node.start_mark.line + 1, "holds no keys with values", "Write `key: value` lines.")
         if duplicates := _duplicate_keys(node):
             raise BadInput(
                 [
@@ -123,7 +121,7 @@ def _read_json(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
         raise _bad(path, None, "holds no object", 'Write {"key": value}.')
     if repeated:
         raise BadInput([Problem(str(path), key, "appears twice", "Keep one of the two.") for key in repeated])
-    lines = {}
+    lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         for key in re.findall(r'"((?:[^"\\]|\\.)*)"\s*:', line):
             lines.setdefault(key, number)
