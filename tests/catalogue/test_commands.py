@@ -1,0 +1,163 @@
+"""`dpofit list`, `show` and `copy`, run as a person runs them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from dpofit.recipe.catalogue import all_recipes, catalogue_root
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_list_shows_every_recipe_in_100_columns(dpofit: Run) -> None:
+    code, out, _ = dpofit("list")
+    assert code == 0
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 100
+    first_words = [line.split()[0] for line in lines if line.split()]
+    for entry in all_recipes():
+        assert entry.file.name in first_words
+
+
+def test_list_puts_the_documented_limit_in_the_recipes_row(dpofit: Run) -> None:
+    _, out, _ = dpofit("list")
+    rows = {line.split()[0]: line.split()[1:] for line in reversed(out.splitlines()) if line.split()}
+    assert rows["full-z3-offload-liger-unsloth-gc"] == [
+        "full", "3,", "all", "on", "CPU", "4x8", "h200-141g", "13,824", "12,800",
+    ]  # fmt: skip
+
+
+def test_list_json_holds_what_the_table_holds(dpofit: Run) -> None:
+    _, out, _ = dpofit("list", "--json")
+    document = json.loads(out)
+    assert document["schema"] == "dpofit.list/1"
+    assert len(document["recipes"]) == len(all_recipes())
+    [row] = [row for row in document["recipes"] if row["name"] == "qlora-1gpu"]
+    del row["path"]
+    assert row == {
+        "recipe": "qwen2.5-7b-dpo/qlora-1gpu",
+        "family": "qwen2.5-7b-dpo",
+        "name": "qlora-1gpu",
+        "version": 1,
+        "title": "4-bit LoRA on one GPU, Liger",
+        "preset": "qlora-1gpu",
+        "stage": "dpo",
+        "pref_loss": "sigmoid",
+        "finetuning_type": "lora",
+        "quantization_bit": 4,
+        "deepspeed": None,
+        "hardware": {"nodes": 1, "gpus_per_node": 1, "gpu": "rtx4090", "host_ram": "64GiB"},
+        "cutoff_len": 2048,
+        "documented": None,
+    }
+
+
+def test_show_gives_reasons_limit_history_and_yaml(dpofit: Run) -> None:
+    code, out, _ = dpofit("show", "full-z3-offload-liger-unsloth-gc")
+    assert code == 0
+    text = " ".join(out.split())
+    assert "documented 12,800 prompt tokens (2024 field notes, preset 3" in text
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: batches of different lengths leave holes" in text
+    assert "history In 2024: preset 2 with ZeRO-3 offload" in text
+    assert "v1 first release" in text
+    yaml_text = (catalogue_root() / "recipes/qwen2.5-72b-dpo/full-z3-offload-liger-unsloth-gc.v1.yaml").read_text()
+    assert out.endswith(yaml_text)
+
+
+def test_show_json_names_each_variable_with_its_reason(dpofit: Run) -> None:
+    _, out, _ = dpofit("show", "full-z3-no-expandable", "--json")
+    document = json.loads(out)
+    assert document["schema"] == "dpofit.show/1"
+    assert document["environment"][0] == {
+        "variable": "OPTIM_TORCH",
+        "value": "0",
+        "why": "else LLaMA-Factory's launcher sets expandable_segments:True over any value given here",
+    }
+
+
+@pytest.mark.parametrize("entry", all_recipes(), ids=lambda entry: f"{entry.file.family}/{entry.file.name}")
+def test_every_recipe_can_be_shown_and_copied(entry, dpofit: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    name = f"{entry.file.family}/{entry.file.name}"
+    assert dpofit("show", name)[0] == 0
+    assert dpofit("copy", name, tmp_path / "run")[0] == 0
+    copied, original = (yaml.safe_load(path.read_text()) for path in (tmp_path / "run/recipe.yaml", entry.file.path))
+    if "deepspeed" in original:
+        assert copied["deepspeed"] == str(tmp_path / "run/ds.json")
+        shipped = (catalogue_root() / original["deepspeed"]).read_bytes()
+        assert (tmp_path / "run/ds.json").read_bytes() == shipped
+    assert {**copied, "deepspeed": None} == {**original, "deepspeed": None}
+
+
+def test_copy_works_in_a_folder_with_spaces_colons_and_hashes(dpofit: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "my runs: a # b" / "überlang"
+    assert dpofit("copy", "lora-z3", folder)[0] == 0
+    assert yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))["deepspeed"] == str(folder / "ds.json")
+
+
+def test_copy_writes_the_environment_with_its_reasons(dpofit: Run, tmp_path: Path) -> None:
+    dpofit("copy", "full-z3-offload", tmp_path)
+    text = (tmp_path / "dpofit.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text) == {
+        "recipe": "qwen2.5-72b-dpo/full-z3-offload.v1",
+        "env": {
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        },
+    }
+    assert "# the newer name of the same setting" in text
+
+
+def test_copy_refuses_to_overwrite_and_names_each_file(dpofit: Run, tmp_path: Path) -> None:
+    for name in ("recipe.yaml", "ds.json"):
+        (tmp_path / name).write_text("mine")
+    code, _, err = dpofit("copy", "lora-z3", tmp_path)
+    assert code == 2
+    assert err.splitlines() == [
+        f"error: {tmp_path}/recipe.yaml: exists already. Name another folder, or add --force to replace it",
+        f"error: {tmp_path}/ds.json: exists already. Name another folder, or add --force to replace it",
+    ]
+    assert (tmp_path / "recipe.yaml").read_text() == "mine"
+    assert not (tmp_path / "dpofit.yaml").exists()
+
+
+def test_copy_with_force_replaces_its_own_files_and_nothing_else(dpofit: Run, tmp_path: Path) -> None:
+    for name in ("recipe.yaml", "notes.txt"):
+        (tmp_path / name).write_text("mine")
+    assert dpofit("copy", "lora-z3", tmp_path, "--force")[0] == 0
+    assert (tmp_path / "recipe.yaml").read_text() != "mine"
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_copy_onto_a_file_is_refused(dpofit: Run, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    code, _, err = dpofit("copy", "lora-z3", tmp_path / "taken")
+    assert (code, err) == (2, f"error: {tmp_path}/taken: DIR: is a file. Name a folder\n")
+
+
+@pytest.mark.parametrize("command", [["show", "nope"], ["copy", "nope", "somewhere"]])
+def test_a_recipe_the_catalogue_has_not_is_exit_2_in_one_line(
+    dpofit: Run, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = dpofit(*command)
+    assert (code, out) == (2, "")
+    assert err == "error: nope: the catalogue has no such recipe. dpofit list shows all\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_ones_own_is_refused_by_show(dpofit: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("stage: dpo\n")
+    code, _, err = dpofit("show", tmp_path / "mine.yaml")
+    assert code == 2
+    assert "is a file of your own" in err
+
+
+@pytest.mark.parametrize("command", ["list", "show", "copy"])
+def test_help_has_examples(dpofit: Run, command: str) -> None:
+    code, out, _ = dpofit(command, "--help")
+    assert code == 0
+    assert f"dpofit {command}" in out.partition("Examples:")[2]
