@@ -1,31 +1,45 @@
 """Lays DeepSpeed over a step: the marks of its parts become gathers, releases and gradient reductions.
 
-Sources: deepspeed 0.18.4 runtime/zero/stage3.py:1327-1418 (buckets), runtime/comm/coalesced_collectives.py
-(reduce_scatter_coalesced), runtime/zero/stage_1_and_2.py:1028-1075.
+`decide` says what happens at every mark; it does not depend on lengths, so one decision serves a step of any length.
+`lay` writes the events. Sources: deepspeed 0.18.4 runtime/zero/stage3.py:1327-1418 (buckets),
+runtime/comm/coalesced_collectives.py (reduce_scatter_coalesced), runtime/zero/stage_1_and_2.py:1028-1075.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 from dpofit.memory.parts import Part
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16
 from dpofit.memory.tape import Mark
-from dpofit.memory.zero3 import Action, CoordinatorConfig, Hook, Module, coordinate
+from dpofit.memory.zero3 import LAYER_STRIDE, Action, CoordinatorConfig, ModuleIds, coordinate, offset, untraced
 
-GLOBAL = frozenset({"embed_tokens", "norm", "lm_head"})
-FETCH, RELEASE = ("pre", "pre_backward"), ("post", "post_backward")
+FETCHES = ("pre", "pre_backward")
+OUTSIDE = frozenset({"embed_tokens", "norm", "lm_head"})
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """One DeepSpeed engine of stage 3: its parameters by module, its settings, whether its trace is complete."""
 
-    parameters: Mapping[Module, tuple[int, ...]]
+    name: str
+    parameters: Mapping[int, tuple[int, ...]]
     config: CoordinatorConfig
     traced: bool
+
+
+class Effect(NamedTuple):
+    """One change of a storage at a mark. `where` is the module, relative to the layer the mark stands in when both lie
+    inside the stack (`absolute` False). A `copy` comes and goes."""
+
+    kind: str  # gather, flat, grad, copy
+    size_bytes: int
+    where: int
+    absolute: bool
 
 
 @dataclass(slots=True)
@@ -36,12 +50,12 @@ class Reducer:
     bucket_elements: int
     world_size: int
     filled: int = 0
-    waiting: list[tuple[Module, int]] = field(default_factory=list)  # gradients still in their own storage
+    waiting: list[tuple[int, int]] = field(default_factory=list)  # (module, bytes) still in their own storage
     tensors: list[int] = field(default_factory=list)  # elements of each gradient in the bucket
 
-    def add(self, module: Module, elements: int, size_bytes: int) -> list[tuple[Module | None, int]]:
+    def add(self, module: int, elements: int, size_bytes: int) -> list[tuple[int | None, int]]:
         """(module, bytes): that gradient is freed; (None, bytes): a copy of the bucket comes and goes."""
-        done: list[tuple[Module | None, int]] = []
+        done: list[tuple[int | None, int]] = []
         if self.filled and self.filled + elements > self.bucket_elements:
             done += self.flush()
         if self.filled + elements <= self.bucket_elements:
@@ -52,139 +66,196 @@ class Reducer:
         self.tensors.append(elements)
         return done
 
-    def flush(self) -> list[tuple[Module | None, int]]:
+    def state(self, base: int) -> tuple[object, ...]:
+        """What decides how the next gradients fare, seen from a layer's base."""
+        return self.filled, tuple(self.tensors), tuple((module - base, size) for module, size in self.waiting)
+
+    def shift(self, distance: int) -> None:
+        """The same layer again, one further: what waits now belongs to the next layer."""
+        self.waiting = [(module + distance, size) for module, size in self.waiting]
+
+    def flush(self) -> list[tuple[int | None, int]]:
         """reduce_scatter_coalesced copies unless one tensor divides evenly; then the gradients go."""
-        copy_bytes = 0
-        if not (len(self.tensors) == 1 and self.tensors[0] % self.world_size == 0):
-            copy_bytes = self.filled * BF16
-        done: list[tuple[Module | None, int]] = [(None, copy_bytes)] if copy_bytes else []
+        done: list[tuple[int | None, int]] = []
+        if self.tensors and not (len(self.tensors) == 1 and self.tensors[0] % self.world_size == 0):
+            done.append((None, self.filled * BF16))
         done += self.waiting
         self.waiting, self.tensors, self.filled = [], [], 0
         return done
 
 
-def lay(
-    parts: Sequence[Part], engines: Mapping[str, Engine], reducer: Reducer | None
-) -> dict[str, list[Event | Repeat]]:
-    """Items per phase, in order. Without engines no parameter moves (below stage 3); without a reducer gradients stay."""
-    actions = {name: iter(_actions(parts, name, engine)) for name, engine in engines.items()}
-    phases: dict[str, list[Event | Repeat]] = {}
-    for part in parts:
-        items = phases.setdefault(part.phase, [])
-        hooks = actions.get(part.engine)
-        if not part.layers:
-            items += _expand(part, None, _decide(part, None, hooks, reducer))
+Decision = tuple[tuple[Effect, ...], ...]  # for each mark of a part
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive layers (in the part's order) at which the same things happen; one `None` layer outside the stack."""
+
+    first: int | None
+    times: int
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What happens at the marks of each part, and after the last part."""
+
+    runs: tuple[tuple[Run, ...], ...]
+    final: tuple[Effect, ...]
+    ids: ModuleIds
+
+
+def decide(parts: Sequence[Part], engines: Sequence[Engine], reducer: Reducer | None, ids: ModuleIds) -> Decisions:
+    """Without engines no parameter moves (below stage 3); without a reducer gradients stay."""
+    marks = [[record for record in part.records if isinstance(record, Mark)] for part in parts]
+    hooks = {engine.name: _hooks(parts, marks, engine, ids) for engine in engines}
+    runs = [
+        tuple(_runs(part, part_marks, hooks.get(part.engine), reducer, ids))
+        for part, part_marks in zip(parts, marks, strict=True)
+    ]
+    final = tuple(_reduced(reducer.flush(), 0)) if reducer is not None else ()
+    return Decisions(tuple(runs), final, ids)
+
+
+def _runs(
+    part: Part, marks: Sequence[Mark], actions: Iterator[tuple[Action, ...]] | None, reducer: Reducer | None,
+    ids: ModuleIds,
+) -> list[Run]:  # fmt: skip
+    """Group layers: where the coordinator acts as at the layer before, and the bucket started as it did, the same
+    things happen and nothing is worked out again."""
+    runs: list[Run] = []
+    gradients = reducer if any(mark.kind == "grad" for mark in marks) else None
+    hook_count = sum(mark.kind != "grad" for mark in marks) if actions is not None else 0
+    before: object = None
+    for layer in _order(part):
+        base = 0 if layer is None else offset(layer)
+        taken = list(islice(actions, hook_count)) if actions is not None else []
+        moves = tuple(
+            (index, action.appears, action.module if action.module < LAYER_STRIDE else action.module - base, action)
+            for index, done in enumerate(taken)
+            if done
+            for action in done
+        )
+        state = (tuple(move[:3] for move in moves), gradients.state(base) if gradients else None)
+        steady = state == before and all(move[3].module >= LAYER_STRIDE for move in moves)
+        before = state
+        if steady:
+            last = runs[-1]
+            runs[-1] = Run(last.first, last.times + 1, last.decision)
+            if gradients:
+                gradients.shift(-LAYER_STRIDE if part.reverse else LAYER_STRIDE)
             continue
-        order = range(part.layers - 1, -1, -1) if part.reverse else range(part.layers)
-        run: list[int] = []
-        previous: tuple[tuple[Event, ...], ...] | None = None
-        for layer in order:
-            decided = _decide(part, layer, hooks, reducer)
-            if decided != previous or _has_global(decided):
-                items += _flush_run(part, run, previous)
-                run, previous = [], decided
-            run.append(layer)
-        items += _flush_run(part, run, previous)
-    if reducer is not None and reducer.filled:
-        last = phases.setdefault("backward", [])
-        last += [event for done in [reducer.flush()] for event in _reduced(done, None)]
+        hooked = iter(taken)
+        decision = tuple(
+            _gradient_effects(mark, base, gradients, ids)
+            if mark.kind == "grad"
+            else tuple(_moved(action, base) for action in next(hooked, ()))
+            for mark in marks
+        )
+        runs.append(Run(layer, 1, decision))
+    return runs
+
+
+def _order(part: Part) -> Sequence[int | None]:
+    if not part.layers:
+        return [None]
+    return range(part.layers - 1, -1, -1) if part.reverse else range(part.layers)
+
+
+def _hooks(
+    parts: Sequence[Part], marks: Sequence[Sequence[Mark]], engine: Engine, ids: ModuleIds
+) -> Iterator[tuple[Action, ...]]:
+    """The engine's actions at its marks, in order."""
+    hooks = []
+    for part, part_marks in zip(parts, marks, strict=True):
+        if part.engine != engine.name:
+            continue
+        relative = [
+            (mark.kind in FETCHES, ids.base(mark.module), mark.module in OUTSIDE)
+            for mark in part_marks
+            if mark.kind != "grad"
+        ]
+        for layer in _order(part):
+            base = 0 if layer is None else offset(layer)
+            hooks += [(fetch, module if outside else module + base) for fetch, module, outside in relative]
+    if engine.traced:
+        return iter(coordinate(hooks, engine.parameters, engine.config))
+    threshold = engine.config.persistence_threshold
+    sizes = {m: sum(count for count in counts if count > threshold) for m, counts in engine.parameters.items()}
+    return iter([untraced(fetch, module, sizes.get(module, 0)) for fetch, module in hooks])
+
+
+def _gradient_effects(mark: Mark, base: int, reducer: Reducer | None, ids: ModuleIds) -> tuple[Effect, ...]:
+    if reducer is None:
+        return ()
+    module = ids.base(mark.module) + (0 if mark.module in OUTSIDE else base)
+    return tuple(_reduced(reducer.add(module, mark.elements, mark.size_bytes), base))
+
+
+def _moved(action: Action, base: int) -> Effect:
+    size_bytes = (1 if action.appears else -1) * action.elements * BF16
+    return _effect("flat" if action.flat else "gather", size_bytes, action.module, base)
+
+
+def _reduced(done: Sequence[tuple[int | None, int]], base: int) -> Iterator[Effect]:
+    for module, size_bytes in done:
+        yield Effect("copy", size_bytes, 0, False) if module is None else _effect("grad", -size_bytes, module, base)
+
+
+def _effect(kind: str, size_bytes: int, module: int, base: int) -> Effect:
+    outside = module < LAYER_STRIDE or base == 0
+    return Effect(kind, size_bytes, module if outside else module - base, outside)
+
+
+def lay(parts: Sequence[Part], decisions: Decisions) -> dict[str, list[Event | Repeat]]:
+    """Items per phase, in order."""
+    phases: dict[str, list[Event | Repeat]] = {}
+    for part, runs in zip(parts, decisions.runs, strict=True):
+        items = phases.setdefault(part.phase, [])
+        for run in runs:
+            if run.first is None:
+                items += _expand(part, None, run.decision, decisions.ids)
+            elif run.times == 1:
+                items += _expand(part, run.first, run.decision, decisions.ids)
+            else:
+                events = tuple(_expand(part, None, run.decision, decisions.ids))
+                items.append(Repeat(events, run.times, run.first, part.reverse))
+    for effect in decisions.final:
+        phases.setdefault("backward", []).extend(_events(effect, "policy", decisions.ids))
     return phases
 
 
-def _actions(parts: Sequence[Part], name: str, engine: Engine) -> list[list[Action]]:
-    hooks = []
-    for part in parts:
-        if part.engine != name:
-            continue
-        order: Sequence[int | None] = [None]
-        if part.layers:
-            order = list(range(part.layers - 1, -1, -1) if part.reverse else range(part.layers))
-        marks = [record for record in part.records if isinstance(record, Mark) and record.kind != "grad"]
-        for layer in order:
-            hooks += [Hook(mark.kind in FETCH, _module(mark.module, layer)) for mark in marks]
-    return coordinate(hooks, engine.parameters, engine.config, engine.traced)[0]
-
-
-def _module(name: str, layer: int | None) -> Module:
-    return Module(None if name in GLOBAL else layer, name)
-
-
-def _decide(
-    part: Part, layer: int | None, hooks: Iterator[list[Action]] | None, reducer: Reducer | None
-) -> tuple[tuple[Event, ...], ...]:
-    """For each mark of the part, the events it stands for at this layer, tags relative to the layer."""
-    decided: list[tuple[Event, ...]] = []
-    for record in part.records:
-        if not isinstance(record, Mark):
-            continue
-        if record.kind == "grad":
-            if reducer is None:
-                decided.append(())
-            else:
-                module = Module(layer, record.module)
-                decided.append(tuple(_reduced(reducer.add(module, record.elements, record.size_bytes), layer)))
-        elif hooks is None:
-            decided.append(())
-        else:
-            decided.append(tuple(_moved(action, part.engine, layer) for action in next(hooks)))
-    return tuple(decided)
-
-
-def _moved(action: Action, engine: str, layer: int | None) -> Event:
-    sign = 1 if action.appears else -1
-    kind = "flat" if action.flat else "gather"
-    tag = f"{engine}.{kind}.{action.module.name}"
-    return _placed(tag, sign * action.elements * BF16, "gathered", action.module, layer, "gather")
-
-
-def _reduced(done: Sequence[tuple[Module | None, int]], layer: int | None) -> Iterator[Event]:
-    for module, size_bytes in done:
-        if module is None:
-            yield Event("reduce_copy", size_bytes, "buckets", "gpu", "reduce")
-            yield Event("reduce_copy", -size_bytes, "buckets", "gpu", "reduce")
-        else:
-            yield _placed(f"grad.{module.name}", -size_bytes, "gradients", module, layer, "compute")
-
-
-def _placed(tag: str, size_bytes: int, category: str, module: Module, layer: int | None, stream: str) -> Event:
-    """A storage of `module`, named from where `layer` stands: by shift inside the stack, by index outside."""
-    if module.layer is None:
-        return Event(tag, size_bytes, category, "gpu", stream, shift=_NOWHERE if layer is not None else 0)
-    if layer is None:
-        return Event(f"{tag}#{module.layer}", size_bytes, category, "gpu", stream)
-    return Event(tag, size_bytes, category, "gpu", stream, shift=module.layer - layer)
-
-
-_NOWHERE = 1 << 30  # marks, inside a layer, a storage that belongs to no layer: such a layer is written out
-
-
-def _has_global(decided: tuple[tuple[Event, ...], ...]) -> bool:
-    return any(event.shift == _NOWHERE for events in decided for event in events)
-
-
-def _flush_run(part: Part, run: Sequence[int], decided: tuple[tuple[Event, ...], ...] | None) -> list[Event | Repeat]:
-    if not run or decided is None:
-        return []
-    if _has_global(decided):
-        return [event for layer in run for event in _expand(part, layer, decided)]
-    events = tuple(_expand(part, None, decided))
-    return [Repeat(events, len(run), run[0], part.reverse)]
-
-
-def _expand(part: Part, layer: int | None, decided: tuple[tuple[Event, ...], ...]) -> list[Event]:
+def _expand(part: Part, layer: int | None, decision: Decision, ids: ModuleIds) -> list[Event]:
     """The part's events with each mark replaced; written out for `layer` when given."""
     out: list[Event] = []
-    marks = iter(decided)
+    marks = iter(decision)
     for record in part.records:
-        if isinstance(record, Mark):
-            out += next(marks)
-        else:
+        if isinstance(record, Event):
+            if layer is not None:
+                record = record._replace(tag=f"{record.tag}#{layer + record.shift}", shift=0)
             out.append(record)
-    if layer is None:
-        return out
-    return [
-        event._replace(shift=0)
-        if event.shift == _NOWHERE
-        else event._replace(tag=f"{event.tag}#{layer + event.shift}", shift=0)
-        for event in out
-    ]
+            continue
+        for effect in next(marks):
+            for event in _events(effect, part.engine, ids):
+                if layer is not None and not effect.absolute:
+                    event = event._replace(tag=f"{event.tag}#{layer + event.shift}", shift=0)
+                out.append(event)
+    return out
+
+
+_CATEGORY = {"gather": "gathered", "flat": "gathered", "grad": "gradients"}
+
+
+def _events(effect: Effect, engine: str, ids: ModuleIds) -> list[Event]:
+    if effect.kind == "copy":
+        copy = Event("reduce_copy", effect.size_bytes, "buckets", "gpu", "reduce")
+        return [copy, copy._replace(size_bytes=-copy.size_bytes)]
+    name = ids.name(effect.where)
+    tag = f"grad.{name}" if effect.kind == "grad" else f"{engine}.{effect.kind}.{name}"
+    stream = "compute" if effect.kind == "grad" else "gather"
+    layer = effect.where // LAYER_STRIDE
+    if not effect.absolute:
+        return [Event(tag, effect.size_bytes, _CATEGORY[effect.kind], "gpu", stream, layer)]
+    if effect.where >= LAYER_STRIDE:
+        tag = f"{tag}#{layer - 1}"
+    return [Event(tag, effect.size_bytes, _CATEGORY[effect.kind], "gpu", stream)]

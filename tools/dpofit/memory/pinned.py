@@ -1,1 +1,2 @@
-def pinned_block_bytes(n): return 1 << (n-1).bit_length() if n else 0
+def pinned_block_bytes(n):
+    return 1 << (n - 1).bit_length() if n else 0

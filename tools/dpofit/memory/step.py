@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dpofit.memory.job import Job
-from dpofit.memory.overlay import Engine, Reducer, lay
+from dpofit.memory.overlay import OUTSIDE, Engine, Reducer, decide, lay
 from dpofit.memory.parts import Part, evaluation, micro_batch
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Phase, Program, Repeat
@@ -13,7 +13,7 @@ from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.states import State, optimizer_states, weight_states
 from dpofit.memory.tape import Mark
 from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
-from dpofit.memory.zero3 import Module, coordinate
+from dpofit.memory.zero3 import ModuleIds, persistent_elements
 
 Items = list[Event | Repeat]
 
@@ -31,7 +31,8 @@ def build_program(job: Job) -> Program:
     phases += _step(job, sizes, parts, step=1, reducer_world=reducer_world, appearing=lazy)
     phases += _step(job, sizes, parts, step=2, reducer_world=reducer_world, appearing=[])
     if job.recipe.evaluates:
-        laid = lay(evaluation(job), _engines(job, sizes, traced=False), None)
+        ids, eval_parts = ModuleIds(OUTSIDE), evaluation(job)
+        laid = lay(eval_parts, decide(eval_parts, _engines(job, sizes, ids, traced=False), None, ids))
         phases.append(Phase("eval", 2, tuple(laid["eval"])))
     if job.recipe.saves:
         phases.append(Phase("save", 2, tuple(_save(job))))
@@ -92,27 +93,28 @@ def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
                            "gpu" if zero.offload_optimizer == "none" else "host_pageable")  # fmt: skip
     items += _allocate(lasting)
     if zero is not None and zero.stage == 3:
-        for name, engine in _engines(job, sizes, traced=True).items():
-            persistent = coordinate([], engine.parameters, engine.config, True)[1]
-            items += _allocate([State(f"{name}.persistent", persistent * BF16, "gathered")])
+        for engine in _engines(job, sizes, ModuleIds(OUTSIDE), traced=False):
+            persistent = persistent_elements(engine.parameters, engine.config)
+            items += _allocate([State(f"{engine.name}.persistent", persistent * BF16, "gathered")])
     return items
 
 
-def _engines(job: Job, sizes: ZeroSizes | None, traced: bool) -> dict[str, Engine]:
+def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) -> list[Engine]:
     """The ZeRO-3 engines; a LoRA run with a reference forwards one engine twice a step, which undoes its trace."""
     if job.zero_stage != 3 or sizes is None:
-        return {}
+        return []
     twice = job.has_reference and not job.reference_copy
-    engines = {"policy": Engine(_parameters(job, adapters=True), sizes.coordinator(), traced and not twice)}
+    parameters = _parameters(job, ids, adapters=True)
+    engines = [Engine("policy", parameters, sizes.coordinator(), traced and not twice)]
     if job.reference_copy:
-        engines["reference"] = Engine(_parameters(job, adapters=False), reference_coordinator(job), traced)
+        engines.append(Engine("reference", _parameters(job, ids, adapters=False), reference_coordinator(job), traced))
     return engines
 
 
-def _parameters(job: Job, adapters: bool) -> dict[Module, tuple[int, ...]]:
+def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int, ...]]:
     """Elements of each parameter tensor, by module."""
     model = job.model
-    parameters: dict[Module, tuple[int, ...]] = {Module(None, "embed_tokens"): (model.embedding_parameters,)}
+    parameters: dict[int, tuple[int, ...]] = {ids.module("embed_tokens", None): (model.embedding_parameters,)}
     names: dict[str, tuple[int, ...]] = {}
     seen: set[str] = set()
     for linear in model.linears:
@@ -129,10 +131,10 @@ def _parameters(job: Job, adapters: bool) -> dict[Module, tuple[int, ...]]:
         names["q_norm"] = names["k_norm"] = (model.head_dim,)
     for layer in range(model.layers):
         for name, counts in names.items():
-            parameters[Module(layer, name)] = counts
-    parameters[Module(None, "norm")] = (model.hidden_size,)
+            parameters[ids.module(name, layer)] = counts
+    parameters[ids.module("norm", None)] = (model.hidden_size,)
     if not model.tied_embeddings:
-        parameters[Module(None, "lm_head")] = (model.embedding_parameters,)
+        parameters[ids.module("lm_head", None)] = (model.embedding_parameters,)
     return parameters
 
 
@@ -147,7 +149,9 @@ def _step(
         copies = 2 if job.zero.overlap_comm else 1
         size_bytes = copies * min(sizes.reduce_bucket, job.trained_parameters) * BF16
         buffers = [Event("ipg_buckets", size_bytes, "buckets", "gpu", "compute")]
-    laid = lay(parts, _engines(job, sizes, traced=step > 1), reducer)
+    ids = ModuleIds(OUTSIDE)
+    decisions = decide(parts, _engines(job, sizes, ids, traced=step > 1), reducer, ids)
+    laid = lay(parts, decisions)
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
     backward = buffers + laid["backward"]
     kept = reducer is None
@@ -156,7 +160,7 @@ def _step(
         backward.insert(0, Event("grads_in_partition", partition, "gradients"))
     phases.append(Phase("backward", step, tuple(backward)))
     if job.recipe.gradient_accumulation > 1 and kept:
-        phases.append(Phase("accumulate", step, tuple(_accumulate(job, sizes, parts, laid))))
+        phases.append(Phase("accumulate", step, tuple(_accumulate(parts))))
     items: Items = []
     if buffers:
         items.append(buffers[0]._replace(size_bytes=-buffers[0].size_bytes))  # type: ignore[union-attr]
@@ -195,10 +199,10 @@ def _zero_grad(parts: list[Part]) -> Items:
     return items
 
 
-def _accumulate(job: Job, sizes: ZeroSizes | None, parts: list[Part], laid: dict[str, Items]) -> Items:
-    """A later micro-batch: each weight's gradient appears beside the one it is added to, and goes."""
-    again = lay([_added_in_place(part) for part in parts], _engines(job, sizes, traced=True), None)
-    return [item for items in again.values() for item in items]
+def _accumulate(parts: list[Part]) -> Items:
+    """A later micro-batch below ZeRO-2: each weight's gradient appears beside the one it is added to, and goes."""
+    added = [_added_in_place(part) for part in parts]
+    return lay(added, decide(added, [], None, ModuleIds(OUTSIDE)))["accumulate"]
 
 
 def _added_in_place(part: Part) -> Part:

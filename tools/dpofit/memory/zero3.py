@@ -1,29 +1,42 @@
-"""ZeRO-3's parameter coordinator on module names: which parameters are gathered and released at every hook.
+"""ZeRO-3's parameter coordinator: which modules' parameters are gathered and released at every hook of a step.
 
 Models deepspeed 0.18.4 runtime/zero/partitioned_param_coordinator.py and parameter_offload.py. The order of hooks is
-the tape's; a module without parameters counts too, since every pre-hook prefetches.
+the tape's; a module without parameters counts too, since every pre-hook prefetches. A module is an integer, because a
+step has tens of thousands of hooks: see ModuleIds.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-
-class Module(NamedTuple):
-    """A module instance: its layer (None outside the decoder stack) and its name."""
-
-    layer: int | None
-    name: str
+LAYER_STRIDE = 64  # more than the modules of a layer
 
 
-class Hook(NamedTuple):
-    """One coordinator call: `fetch` before a module's forward or backward, `release` after it."""
+@dataclass(slots=True)
+class ModuleIds:
+    """Names ↔ integers. Modules outside the layers are below LAYER_STRIDE; layer i's start at (i + 1) x stride."""
 
-    fetch: bool
-    module: Module
+    outside: frozenset[str]
+    _index: dict[str, int] = field(default_factory=dict)
+
+    def base(self, name: str) -> int:
+        """A name's number; add `offset(layer)` unless it lies outside the layers."""
+        index = self._index.setdefault(name, len(self._index))
+        assert index < LAYER_STRIDE
+        return index
+
+    def module(self, name: str, layer: int | None) -> int:
+        return self.base(name) + (0 if layer is None or name in self.outside else offset(layer))
+
+    def name(self, module: int) -> str:
+        return list(self._index)[module % LAYER_STRIDE]
+
+
+def offset(layer: int) -> int:
+    return (layer + 1) * LAYER_STRIDE
 
 
 class Action(NamedTuple):
@@ -31,7 +44,7 @@ class Action(NamedTuple):
     fetched in one call arrive in and are copied out of (partition_parameters.py AllGatherCoalescedHandle.wait)."""
 
     appears: bool
-    module: Module
+    module: int
     elements: int
     flat: bool = False
 
@@ -46,36 +59,49 @@ class CoordinatorConfig:
     persistence_threshold: int
 
 
+def persistent_elements(parameters: Mapping[int, tuple[int, ...]], config: CoordinatorConfig) -> int:
+    """Elements of parameters small enough to stay gathered."""
+    threshold = config.persistence_threshold
+    return sum(count for counts in parameters.values() for count in counts if count <= threshold)
+
+
 def coordinate(
-    hooks: Sequence[Hook],
-    parameters: Mapping[Module, tuple[int, ...]],
-    config: CoordinatorConfig,
-    traced: bool,
-) -> tuple[list[list[Action]], int]:
-    """What each hook does in a step, and how many elements stay gathered for good (persistent parameters).
+    hooks: Sequence[tuple[bool, int]], parameters: Mapping[int, tuple[int, ...]], config: CoordinatorConfig
+) -> list[tuple[Action, ...]]:
+    """What each hook of a steady step does; a hook is (fetch before a forward or backward, else release; module).
 
     Parameters of one module are gathered and released together, so a module stands for its non-persistent ones.
-    `traced` False is a step without a complete trace: no prefetch, release at once (the first step; every step of a
-    LoRA run whose reference is the same module with adapters off, since the two forwards invalidate the trace).
     """
-    sizes: dict[Module, int] = {}
-    persistent = 0
-    for module, counts in parameters.items():
-        sizes[module] = sum(count for count in counts if count > config.persistence_threshold)
-        persistent += sum(count for count in counts if count <= config.persistence_threshold)
-    fetches = [hook.module for hook in hooks if hook.fetch]
-    queue: deque[tuple[int, Module]] = deque((index, m) for index, m in enumerate(fetches) if parameters.get(m))
-    traversal = _ReuseTraversal(fetches, parameters)
-    available: set[Module] = set()
-    inflight: dict[Module, tuple[Module, ...]] = {}
-    last_fetched_for: dict[Module, int] = {}
+    threshold, reuse_distance = config.persistence_threshold, config.max_reuse_distance
+    sizes = {m: sum(c for c in counts if c > threshold) for m, counts in parameters.items()}
+    totals = {m: sum(counts) for m, counts in parameters.items()}
+    fetches = [module for fetch, module in hooks if fetch]
+    queue = deque((index, module) for index, module in enumerate(fetches) if module in totals)
+    passed, uses = _traversal(fetches, totals)
+    available: set[int] = set()
+    inflight: dict[int, tuple[int, ...]] = {}
+    last_fetched_for: dict[int, int] = {}
     live = step_id = 0
-    actions: list[list[Action]] = []
-    for hook in hooks:
+    nothing: tuple[Action, ...] = ()
+    actions: list[tuple[Action, ...]] = []
+    for fetch, module in hooks:
+        size = sizes.get(module, 0)
+        if not fetch:
+            if (
+                size
+                and module in available
+                and last_fetched_for.get(module, -1) <= step_id
+                and not _reused(uses[module], passed, step_id, reuse_distance)
+            ):
+                available.discard(module)
+                live -= size
+                actions.append((Action(False, module, size),))
+            else:
+                actions.append(nothing)
+            continue
         done: list[Action] = []
-        module, size = hook.module, sizes.get(hook.module, 0)
-        if hook.fetch:
-            if size and module not in available:
+        if size:
+            if module not in available:
                 available.add(module)
                 live += size
                 done.append(Action(True, module, size))
@@ -85,55 +111,59 @@ def coordinate(
                     del inflight[member]
                     done.append(Action(True, member, sizes[member]))
                 done.append(Action(False, group[0], sum(sizes[member] for member in group), flat=True))
-            if traced:
-                if parameters.get(module) and last_fetched_for.get(module, -1) < step_id:
-                    while queue:
-                        index, popped = queue.popleft()
-                        last_fetched_for[popped] = index
-                        if popped == module:
-                            break
-                room = min(config.max_live - live, config.prefetch_bucket)
-                prefetching = 0
-                group_ahead: list[Module] = []
-                while queue and prefetching < room:
-                    index, ahead = queue.popleft()
-                    last_fetched_for[ahead] = max(last_fetched_for.get(ahead, -1), index)
-                    if sizes[ahead] and ahead not in available:
-                        available.add(ahead)
-                        prefetching += sizes[ahead]
-                        group_ahead.append(ahead)
-                live += prefetching
-                if len(group_ahead) == 1:
-                    done.append(Action(True, group_ahead[0], prefetching))
-                elif group_ahead:
-                    done.append(Action(True, group_ahead[0], prefetching, flat=True))
-                    inflight.update(dict.fromkeys(group_ahead, tuple(group_ahead)))
-            step_id += 1
-        elif size and module in available:
-            reused = traced and (
-                last_fetched_for.get(module, -1) > step_id
-                or traversal.reused(module, step_id, config.max_reuse_distance)
-            )
-            if not reused:
-                available.discard(module)
-                live -= size
-                done.append(Action(False, module, size))
-        actions.append(done)
-    return actions, persistent
+        if module in totals and last_fetched_for.get(module, -1) < step_id:
+            while queue:
+                index, popped = queue.popleft()
+                last_fetched_for[popped] = index
+                if popped == module:
+                    break
+        room = min(config.max_live - live, config.prefetch_bucket)
+        prefetching = 0
+        ahead: list[int] = []
+        while queue and prefetching < room:
+            index, module_ahead = queue.popleft()
+            if last_fetched_for.get(module_ahead, -1) < index:
+                last_fetched_for[module_ahead] = index
+            if sizes[module_ahead] and module_ahead not in available:
+                available.add(module_ahead)
+                prefetching += sizes[module_ahead]
+                ahead.append(module_ahead)
+        live += prefetching
+        if len(ahead) == 1:
+            done.append(Action(True, ahead[0], prefetching))
+        elif ahead:
+            done.append(Action(True, ahead[0], prefetching, flat=True))
+            group = tuple(ahead)
+            for member in group:
+                inflight[member] = group
+        step_id += 1
+        actions.append(tuple(done) if done else nothing)
+    return actions
 
 
-class _ReuseTraversal:
-    """Answers: starting at fetch `step_id`, is `module` met before `distance` elements have been passed?"""
+def _traversal(fetches: Sequence[int], totals: Mapping[int, int]) -> tuple[list[int], dict[int, list[int]]]:
+    """Elements passed before each fetch, and the fetches of each module."""
+    passed: list[int] = []
+    uses: dict[int, list[int]] = {}
+    total = 0
+    for index, module in enumerate(fetches):
+        passed.append(total)
+        if module in totals:
+            total += totals[module]
+            uses.setdefault(module, []).append(index)
+    passed.append(total)
+    return passed, uses
 
-    def __init__(self, fetches: Sequence[Module], parameters: Mapping[Module, tuple[int, ...]]) -> None:
-        self._passed = [0]
-        self._uses: dict[Module, list[int]] = {}
-        for index, module in enumerate(fetches):
-            self._passed.append(self._passed[-1] + sum(parameters.get(module, ())))
-            self._uses.setdefault(module, []).append(index)
 
-    def reused(self, module: Module, step_id: int, distance: int) -> bool:
-        for index in self._uses.get(module, ()):
-            if index >= step_id:
-                return self._passed[index] - self._passed[step_id] < distance
-        return False
+def _reused(uses: Sequence[int], passed: Sequence[int], step_id: int, distance: int) -> bool:
+    """From fetch `step_id` on, is the module met before `distance` elements have been passed?"""
+    for index in uses:
+        if index >= step_id:
+            return passed[index] - passed[step_id] < distance
+    return False
+
+
+def untraced(fetch: bool, module: int, elements: int) -> tuple[Action, ...]:
+    """A hook of a step without a complete trace: no prefetch, release at once. That is the first step, and every step
+    of a LoRA run whose reference is the same module with adapters off, since the two forwards undo the trace."""
+    return (Action(fetch, module, elements),) if elements else ()
