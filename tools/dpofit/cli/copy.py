@@ -50,10 +50,8 @@ def command(
         print(json.dumps(document, indent=2))
         return
     print(f"{file.full_name} → {folder.absolute()}: {', '.join(files)}")
-    print(
-        f"output_dir is {settings['output_dir']}, dataset_dir is {settings['dataset_dir']}: relative to where training"
-    )
-    print("with several nodes, write paths that every node sees. Then, on every node:")
+    print(f"output_dir is {settings['output_dir']} and dataset_dir is {settings['dataset_dir']}, relative to where")
+    print("training starts; with several nodes write paths that every node sees. Then, on every node:")
     card = card_of(file.path)
     assert card is not None
     print(f"  cd {shlex.quote(str(folder.absolute()))}")
