@@ -72,6 +72,7 @@ def main() -> None:
     for storage in recorder.alive_at(at):
         if storage.size_bytes >= options.floor and not storage.category.endswith("weights"):
             _print(storage)
+    _layer_peak(recorder, request.layers - 1)
     host, _ = recorder.peak(space="host_pinned")
     print(f"host pinned peak {host:,} B")
     if options.dump:
@@ -79,6 +80,34 @@ def main() -> None:
         for storage in recorder.storages:
             if storage.size_bytes >= options.floor and not storage.category.endswith("weights"):
                 _print(storage)
+
+
+def _layer_peak(recorder: object, layer: int) -> None:
+    """The highest point of the last layer's recompute and backward, without what was alive before it."""
+    events, storages = recorder.events, recorder.storages  # type: ignore[attr-defined]
+    marks = [
+        i for i, (phase, code) in enumerate(events)
+        if phase == "backward" and code >= 0 and f"layers.{layer}." in storages[code].module
+    ]  # fmt: skip
+    ends = [
+        i for i, (phase, code) in enumerate(events)
+        if phase == "backward" and code >= 0 and f"layers.{layer - 1}." in storages[code].module
+    ]  # fmt: skip
+    if not marks:
+        return
+    start, end = marks[0], ends[0] if ends else len(events)
+    live = best = 0
+    at = start
+    for i in range(start, end):
+        storage = storages[events[i][1] if events[i][1] >= 0 else ~events[i][1]]
+        if storage.space == "gpu":
+            live += storage.size_bytes if events[i][1] >= 0 else -storage.size_bytes
+        if live > best:
+            best, at = live, i
+    print(f"recompute + backward of layer {layer}: {best:,} B above what was alive at its start; alive there:")
+    for storage in recorder.alive_at(at):  # type: ignore[attr-defined]
+        if storage.size_bytes >= 1 << 20 and not storage.category.endswith("weights"):
+            _print(storage)
 
 
 def _print(s: object) -> None:

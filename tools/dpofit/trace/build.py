@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import textwrap
@@ -57,22 +58,24 @@ def cuda_semantics(request: TraceRequest) -> Iterator[list[str]]:
         patch(torch.cuda, "get_device_properties", lambda *_: properties)
         patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         if request.liger:
+            stack.enter_context(stubs.importable_triton())  # Liger imports its kernels when they are first called
             _patch_liger(patch)
             done.append("Liger: its own host code, Triton kernels launch nothing")
         yield done
 
 
 def _patch_liger(patch: Any) -> None:
-    with stubs.importable_triton():
-        import liger_kernel.ops.fused_linear_cross_entropy as flce
-        import liger_kernel.ops.rms_norm as rms_norm
-        import liger_kernel.transformers.monkey_patch  # noqa: F401  imports all that it patches with
+    import liger_kernel.ops.fused_linear_cross_entropy as flce
+    import liger_kernel.ops.rms_norm as rms_norm
+    import liger_kernel.transformers.monkey_patch  # noqa: F401  imports all that it patches with
     import transformers.loss.loss_utils
     from transformers.models.llama import modeling_llama
     from transformers.models.mistral import modeling_mistral
     from transformers.models.qwen2 import modeling_qwen2
     from transformers.models.qwen3 import modeling_qwen3
 
+    dispatch = importlib.import_module("liger_kernel.backends.dispatch")
+    patch(dispatch, "available_impls", lambda *_, **__: ["nvidia-triton"])
     patch(rms_norm, "rms_norm_backward", _as_on_cuda(rms_norm.rms_norm_backward))
     patch(flce, "fused_linear_cross_entropy_forward", _as_on_cuda(flce.fused_linear_cross_entropy_forward))
     # Liger replaces these globally; patching each with itself puts the originals back on exit.

@@ -142,6 +142,12 @@ class StorageMode(TorchDispatchMode):
         name = func.name().removeprefix("aten::")
         if func is aten._local_scalar_dense.default:  # .item(): a read on the host, no GPU memory
             return self.scalar(args[0])
+        if func is aten.equal.default:  # likewise; Liger scales its gradients in place when the answer is no
+            return False
+        if func is aten.nonzero.default:  # the most there can be: every position counts
+            out = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+            recorder.see(out, name)
+            return out
         if func is aten.scatter_add.default:
             # gather's backward is in place for plain tensors, out of place for tensor subclasses
             # (torch 2.13 FunctionsManual.cpp gather_backward, areAnyTensorSubclassLike)

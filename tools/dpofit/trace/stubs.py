@@ -30,6 +30,11 @@ def _decorator(*args: Any, **kwargs: Any) -> Any:
     return lambda function: function if isinstance(function, _Kernel) else _Kernel(function)
 
 
+class _Constexpr:
+    def __init__(self, value: Any = None):
+        self.value = value
+
+
 class _Anything(types.ModuleType):
     """A module any attribute of which exists, for annotations such as `tl.constexpr`."""
 
@@ -82,4 +87,4 @@ def _install_triton() -> None:
     triton.Config = lambda *args, **kwargs: None
     triton.cdiv = lambda a, b: -(-a // b)
     triton.next_power_of_2 = lambda n: 1 << max(0, int(n) - 1).bit_length()
-    triton.language.constexpr = type("constexpr", (), {"__init__": lambda self, value=None: None})
+    triton.language.constexpr = _Constexpr
