@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -148,3 +149,36 @@ def test_every_preset_and_every_knob_is_used_by_a_recipe() -> None:
     used = {card.preset for path in RECIPES.glob("*/card.yaml") for card in read_family_card(path).recipes.values()}
     assert used == presets.presets.keys()
     assert {knob for preset in used for knob in presets.presets[preset].knobs} == presets.knobs.keys()
+
+
+@every_recipe
+def test_the_cluster_it_is_written_for_is_one_dpofit_knows(file: Path) -> None:
+    from dpofit.hardware.gpus import gpu_names
+
+    card = card_of(file)
+    assert card is not None
+    assert card.hardware.gpu in gpu_names()
+
+
+@pytest.mark.parametrize(
+    ("ours", "example"),
+    [
+        ("z2", "ds_z2_config.json"),
+        ("z2_offload", "ds_z2_offload_config.json"),
+        ("z3", "ds_z3_config.json"),
+        ("z3_offload", "ds_z3_offload_config.json"),
+    ],
+)
+def test_a_deepspeed_config_is_llamafactorys_example(ours: str, example: str) -> None:
+    from dpofit.recipe.deepspeed_examples import EXAMPLES
+
+    assert json.loads((catalogue_root() / f"deepspeed/{ours}.json").read_text()) == EXAMPLES[example]
+
+
+def test_optimizer_offload_is_z3_offload_with_the_weights_left_on_the_gpu() -> None:
+    optimizer_only, both = (
+        json.loads((catalogue_root() / f"deepspeed/{name}.json").read_text())
+        for name in ("z3_offload_optimizer", "z3_offload")
+    )
+    del both["zero_optimization"]["offload_param"]
+    assert optimizer_only == both
