@@ -111,6 +111,21 @@ def test_copy_writes_the_environment_with_its_reasons(dpofit: Run, tmp_path: Pat
     assert "# the newer name of the same setting" in text
 
 
+def test_copy_json_says_what_was_written_where(dpofit: Run, tmp_path: Path) -> None:
+    _, out, _ = dpofit("copy", "lora-ddp", tmp_path / "run", "--json")
+    assert json.loads(out) == {
+        "schema": "dpofit.copy/1",
+        "recipe": "qwen2.5-7b-dpo/lora-ddp.v1",
+        "folder": str(tmp_path / "run"),
+        "files": ["recipe.yaml", "dpofit.yaml"],
+        "environment": {
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        },
+        "output_dir": "saves/qwen2.5-7b-dpo/lora-ddp.v1",
+    }
+
+
 def test_copy_refuses_to_overwrite_and_names_each_file(dpofit: Run, tmp_path: Path) -> None:
     for name in ("recipe.yaml", "ds.json"):
         (tmp_path / name).write_text("mine")

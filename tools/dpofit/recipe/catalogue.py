@@ -121,7 +121,7 @@ def catalogue_file(path: Path) -> CatalogueFile | None:
 def card_environment(path: Path) -> dict[str, str]:
     """Environment variables that a catalogue recipe's preset and card set, the card's over the preset's.
 
-    Empty for a file that is not in the catalogue.
+    An older version gets what its card says today. Empty for a file that is not in the catalogue.
     """
     file = catalogue_file(path)
     if file is None:
