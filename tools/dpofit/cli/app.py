@@ -22,6 +22,7 @@ COMMANDS = {
     "predict": "Peak GPU, host and disk memory of a job, per phase.",
     "limits": "The longest prompt that fits, and what binds.",
     "compare": "Recipes side by side: memory, longest prompt, relative step time.",
+    "data": "Check preference data: what is dropped or cut, what sets the peak, what does harm.",
 }
 
 

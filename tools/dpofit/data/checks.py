@@ -1,10 +1,13 @@
 """Every check of `dpofit data`, as data: id, severity, title, cause, fix, and how sure it is. docs/data-checks.md is made from it.
 
-    python -m dpofit.data.checks > docs/data-checks.md
+python -m dpofit.data.checks > docs/data-checks.md
 """
+
+# ruff: noqa: E501 - a table of sentences
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,17 +43,22 @@ class DataFinding(Finding):
 
 
 def found(
-    check_id: str, evidence: tuple[Evidence, ...], basis: str, rows: int = 0, fix: str = "", severity: Severity | None = None, **text: str
+    check_id: str,
+    evidence: Sequence[Evidence],
+    basis: str,
+    words: Mapping[str, str] | None = None,
+    rows: int = 0,
+    fix: str = "",
 ) -> DataFinding:
     """The finding of one check, with its texts filled in."""
-    check = CHECKS[check_id]
+    check, words = CHECKS[check_id], words or {}
     return DataFinding(
         id=f"data.{check_id}",
-        severity=severity or check.severity,
-        title=check.title.format(**text),
-        evidence=evidence,
-        cause=check.cause.format(**text),
-        fix=fix or check.fix.format(**text),
+        severity=check.severity,
+        title=check.title.format(**words),
+        evidence=tuple(evidence),
+        cause=check.cause.format(**words),
+        fix=fix or check.fix.format(**words),
         confidence=check.confidence,
         basis=basis,
         rows=rows,

@@ -199,7 +199,7 @@ def _csv(path: Path, advance: Advance) -> Iterator[tuple[int, Row]]:
                 if len(chunk) == CSV_CHUNK_ROWS:
                     yield from enumerate(_csv_chunk(header or [], chunk), number - len(chunk) + 1)
                     chunk = []
-                    position = file.buffer.tell()
+                    position = file.buffer.tell()  # type: ignore[attr-defined]
                     advance(position - told)
                     told = position
             yield from enumerate(_csv_chunk(header or [], chunk), number - len(chunk) + 1)

@@ -86,6 +86,7 @@ class Dataset:
     files: tuple[Path, ...]
     spec: Spec
     declared_in: Path | None  # the dataset_info.json; None when the file was given alone and the spec is a guess
+    rewrites: bool = False  # rows are first put into sharegpt form by suggest.canonical (only --fix does this)
     unknown_keys: tuple[str, ...] = ()  # keys of `columns` and `tags` that LLaMA-Factory ignores
 
 
@@ -115,7 +116,7 @@ def declared_datasets(names: tuple[str, ...], dataset_dir: Path) -> list[Dataset
             entry = info[name]
             files, missing = _files(dataset_dir, str(entry["file_name"]), f"{info_path}", name)
             problems += missing
-            datasets.append(Dataset(name, files, spec_of(entry), info_path, unknown_keys(entry)))
+            datasets.append(Dataset(name, files, spec_of(entry), info_path, unknown_keys=unknown_keys(entry)))
     if problems:
         raise BadInput(problems)
     return datasets
@@ -146,7 +147,7 @@ def declaration_of(file: Path) -> Dataset | None:
             and entry.get("file_name") == file.name
             and not _entry_problems(info_path, name, entry)
         ):
-            return Dataset(name, (file,), spec_of(entry), info_path, unknown_keys(entry))
+            return Dataset(name, (file,), spec_of(entry), info_path, unknown_keys=unknown_keys(entry))
     return None
 
 

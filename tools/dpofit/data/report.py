@@ -1,0 +1,251 @@
+"""Turns what a pass gathered into findings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpofit.data.check import EXAMPLES, FileFacts, Pass, Tally
+from dpofit.data.checks import CHECKS, DataFinding, found
+from dpofit.data.duplicates import near_copies
+from dpofit.data.quality import LONGER_SHARE, SEPARABLE_SHARE, TINY_EDIT_SHARE, LengthBias, PolicyView, edits, style
+from dpofit.data.spec import Spec
+from dpofit.data.suggest import Suggestion, suggest
+from dpofit.findings import Evidence
+
+# Reasons for which convert() gives no pair; the rest of the tallies are about usable pairs.
+ANSWER_REASONS = ("answer-missing", "answer-shape", "not-ranked")
+READ_ALL = "every row"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the findings need beside the passes."""
+
+    cutoff_len: int | None
+    why_estimated: str  # "" when counts are exact
+    val_size: float
+    policy: PolicyView | None
+
+
+def findings(train: Pass, evaluation: Pass | None, context: Context) -> list[DataFinding]:
+    """Every finding, errors first, in the order of docs/data-checks.md."""
+    out = list(_file_findings(train))
+    stops_early = {finding.id for finding in out} & {"data.column-absent", "data.not-ranked"}
+    out += _row_findings(train, skip_lost=bool(stops_early))
+    if train.pairs:
+        out += _length_findings(train, context)
+        out += _repeat_findings(train, evaluation, context)
+        out += _quality_findings(train, context)
+    order = {"error": 0, "warning": 1, "info": 2}
+    place = {check_id: n for n, check_id in enumerate(CHECKS)}
+    return sorted(out, key=lambda finding: (order[finding.severity], place[finding.id.removeprefix("data.")]))
+
+
+def _file_findings(run: Pass) -> Iterator[DataFinding]:
+    for facts in run.files:
+        failure = facts.failure
+        if failure is not None:
+            seen = (Evidence(failure.where, failure.why),)
+            yield found("load-failed", seen, READ_ALL, {"why": failure.why}, fix=failure.fix)
+        yield from _conflicts(facts)
+        if facts.rows:
+            yield from _declaration(facts, run)
+    if run.rows and not run.pairs:
+        fix = next((text for facts in run.files if (text := _mapping(suggest(facts.first_rows), facts))), "")
+        fix = fix or "Give each row a prompt, a chosen and a rejected answer."
+        seen = (Evidence(run.files[0].path.name, f"{run.rows:,} rows"),)
+        yield found("no-usable-rows", seen, READ_ALL, rows=run.rows, fix=fix)
+
+
+def _conflicts(facts: FileFacts) -> Iterator[DataFinding]:
+    name = facts.path.name
+    for c in facts.conflicts:
+        second = Evidence(f"{name}:{c.second_row}", f"{c.column}: {c.second}")
+        if c.first.startswith("absent"):
+            yield found("late-column", (second,), READ_ALL, {"column": c.column})
+        else:
+            first = Evidence(f"{name}:{c.first_row}", f"{c.column}: {c.first}")
+            words = {"column": c.column, "first": c.first, "second": c.second}
+            yield found("mixed-types", (first, second), READ_ALL, words)
+
+
+def _declaration(facts: FileFacts, run: Pass) -> Iterator[DataFinding]:
+    dataset, spec = facts.dataset, facts.dataset.spec
+    where = f"{dataset.declared_in.name if dataset.declared_in else 'guessed'}: {dataset.name}"
+    suggestion = suggest(facts.first_rows)
+    if dataset.declared_in is None:
+        text = _mapping(suggestion, facts) or "Name the columns in a dataset_info.json entry."
+        yield found(
+            "format-guessed", (Evidence(facts.path.name, f"{spec.formatting}"),), "the first 1,000 rows", fix=text
+        )
+    if not spec.ranking:
+        yield found("not-ranked", (Evidence(where, f"ranking: {spec.ranking}"),), READ_ALL)
+    elif spec.ranking is not True:
+        yield found(
+            "ranking-not-boolean",
+            (Evidence(where, f"ranking: {spec.ranking!r}"),),
+            READ_ALL,
+            {"value": repr(spec.ranking)},
+        )
+    if dataset.unknown_keys:
+        keys = ", ".join(dataset.unknown_keys)
+        yield found("info-unknown-key", (Evidence(where, keys),), READ_ALL, {"keys": keys})
+    for absent in absent_columns(spec, facts.columns):
+        have = ", ".join(sorted(column for column in facts.columns if "." not in column and "[" not in column))
+        fix = _mapping(suggestion, facts) or f"Name one of the columns the rows have: {have}."
+        yield found(
+            "column-absent", (Evidence(where, f"rows have: {have}"),), READ_ALL, {"column": absent}, facts.rows, fix
+        )
+    if spec.formatting == "openai" and run.pairs:
+        yield found("openai-system", (Evidence(where, "formatting: openai"),), READ_ALL)
+
+
+def absent_columns(spec: Spec, columns: set[str]) -> list[str]:
+    """Keys the converter looks up that no row has: a KeyError in the first row."""
+    absent = [name for name in spec.columns_used() if name not in columns]
+    if spec.ranking:
+        absent += [f"{key} (not named in `columns`)" for key in ("chosen", "rejected") if getattr(spec, key) is None]
+    if spec.formatting != "alpaca":
+        parents = [f"{spec.messages}[]", spec.chosen or "", spec.rejected or ""]
+        for parent in parents:
+            has_keys = any(column.startswith(f"{parent}.") for column in columns)
+            tags = (spec.role_tag, spec.content_tag)
+            absent += [f"{parent}.{tag}" for tag in tags if has_keys and f"{parent}.{tag}" not in columns]
+    return absent
+
+
+def _mapping(suggestion: Suggestion | None, facts: FileFacts) -> str:
+    """The fix by mapping, if one was found that gives pairs."""
+    if suggestion is None:
+        return ""
+    if suggestion.rewrites:
+        share = f"{suggestion.pairs:,} of the first {suggestion.rows:,}"
+        return f"No mapping can express these rows, but {share} can be rewritten into pairs: dpofit data … --fix OUT."
+    entry = json.dumps({facts.dataset.name: suggestion.spec.entry(facts.path.name)}, ensure_ascii=False)
+    return f"This entry gives {suggestion.pairs:,} pairs of the first {suggestion.rows:,} rows: {entry}"
+
+
+def _row_findings(run: Pass, skip_lost: bool) -> Iterator[DataFinding]:
+    for check_id, tally in run.tallies.items():
+        if check_id.startswith("cutoff-") or (skip_lost and check_id in ANSWER_REASONS):
+            continue
+        if check_id == "not-ranked":
+            continue  # said once for the data set
+        fix = ""
+        if check_id in ("answer-shape", "role-tags"):
+            fix = next((text for facts in run.files if (text := _mapping(suggest(facts.first_rows), facts))), "")
+            fix = fix or "Write the answers as the format wants them, and the tags as the data has them."
+        yield _tallied(check_id, tally, run.rows, fix)
+
+
+def _tallied(
+    check_id: str, tally: Tally, total: int, fix: str = "", words: Mapping[str, str] | None = None
+) -> DataFinding:
+    said = {"rows": f"{tally.count:,} of {total:,} rows", **(words or {})}
+    return found(check_id, tally.examples, READ_ALL, said, tally.count, fix)
+
+
+def _length_findings(run: Pass, context: Context) -> Iterator[DataFinding]:
+    table = run.lengths
+    if not table.all_exact:
+        why = context.why_estimated or f"{table.estimated:,} pairs have tools, function calls or media"
+        yield found("lengths-estimated", (Evidence("tokens", why),), READ_ALL, {"why": why}, table.estimated)
+    longest = f"{int(table.full_row.max()):,}"
+    for check_id in ("cutoff-prompt", "cutoff-eos", "cutoff-one-eos", "cutoff-identical"):
+        if tally := run.tallies.get(check_id):
+            yield _tallied(check_id, tally, run.rows, words={"cutoff": f"{context.cutoff_len:,}", "longest": longest})
+    long = table.long_answers()
+    if len(long):
+        answers = np.maximum(table.chosen, table.rejected)
+        worst = long[np.argsort(answers[long], kind="stable")[::-1][:EXAMPLES]]
+        seen = tuple(Evidence(run.where(int(i)), f"answer of {answers[i]:,} tokens") for i in worst)
+        yield found("answers-over-1k", seen, READ_ALL, _of_pairs(len(long), run), len(long))
+    few = table.outliers()
+    if few is not None:
+        seen = tuple(Evidence(run.where(i), f"{table.row[i]:,} tokens a row") for i in few.indices[:EXAMPLES])
+        seen += (Evidence("the rest", f"at most {few.longest_of_rest:,} tokens a row"),)
+        text = {"few": f"{few.count:,}", "total": f"{run.pairs:,}", "ratio": f"{few.ratio:.1f}"}
+        yield found("length-outliers", seen, READ_ALL, text, few.count)
+
+
+def _repeat_findings(run: Pass, evaluation: Pass | None, context: Context) -> Iterator[DataFinding]:
+    repeats = run.hashes.repeats()
+    for check_id, rows, verb in (
+        ("duplicate-pairs", repeats.duplicates, "repeats"),
+        ("contradictions", repeats.contradictions, "is the reverse of"),
+    ):
+        if len(rows):
+            seen = [
+                Evidence(run.where(int(i)), f"{verb} {run.where(repeats.partner[int(i)])}") for i in rows[:EXAMPLES]
+            ]
+            yield found(check_id, seen, READ_ALL, _of_pairs(len(rows), run), len(rows))
+    sample = run.sample.pairs
+    near = near_copies([pair.prompt for pair in sample])
+    if near:
+        seen = [
+            Evidence(run.where(sample[a].index), f"its prompt is nearly that of {run.where(sample[b].index)}")
+            for a, b in near[:EXAMPLES]
+        ]
+        yield found("near-duplicates", seen, run.sample.basis, {"share": _share(len(near), len(sample))}, len(near))
+    if evaluation is not None and evaluation.pairs:
+        yield from _leaks(run, evaluation)
+    if context.val_size > 0:
+        leak = run.hashes.split_leak(context.val_size)
+        if leak >= 0.005:  # shown in whole percents
+            seen_once = Evidence("prompts", f"{repeats.distinct_prompts:,} distinct in {run.pairs:,} pairs")
+            yield found("val-split-leak", (seen_once,), READ_ALL, {"share": f"{leak:.0%}"})
+
+
+def _leaks(run: Pass, evaluation: Pass) -> Iterator[DataFinding]:
+    both = run.hashes.prompts_in(evaluation.hashes)
+    if len(both):
+        seen = tuple(Evidence(run.where(int(i)), "its prompt is in the evaluation set") for i in both[:EXAMPLES])
+        yield found("eval-leak", seen, READ_ALL, _of_pairs(len(both), run), len(both))
+    sample, held = run.sample.pairs, evaluation.sample.pairs
+    near = near_copies([pair.prompt for pair in sample], [pair.prompt for pair in held])
+    if near:
+        seen = tuple(
+            Evidence(run.where(sample[a].index), f"nearly the prompt of {evaluation.where(held[b].index)}")
+            for a, b in near[:EXAMPLES]
+        )
+        yield found("eval-near-leak", seen, run.sample.basis, {"share": _share(len(near), len(sample))}, len(near))
+
+
+def _quality_findings(run: Pass, context: Context) -> Iterator[DataFinding]:
+    table, sample, basis = run.lengths, run.sample.pairs, run.sample.basis
+    bias = LengthBias.of(table.full_chosen, table.full_rejected)
+    if bias.longer.above(LONGER_SHARE):
+        longer = Evidence("lengths", f"{bias.longer}; median chosen / rejected {bias.median_ratio:.2f}")
+        yield found("length-bias", (longer,), READ_ALL, {"share": f"{bias.longer.value:.0%}"}, bias.longer.hits)
+    told = style(sample)
+    if told.accuracy.above(SEPARABLE_SHARE):
+        words = (
+            Evidence("held out", str(told.accuracy)),
+            Evidence("words of chosen", " ".join(told.chosen_words)),
+            Evidence("words of rejected", " ".join(told.rejected_words)),
+        )
+        yield found("style-separable", words, basis, {"share": f"{told.accuracy.value:.0%}"})
+    alike = edits(sample)
+    if alike.unrelated:
+        other = f"answers to different prompts {alike.unrelated_median:.2f}, 95th percentile {alike.unrelated_p95:.2f}"
+        yield found("chosen-not-an-edit", (Evidence("word similarity", f"median {alike.median:.2f}; {other}"),), basis)
+    if alike.tiny.above(TINY_EDIT_SHARE):
+        close = Evidence("word similarity", f"0.95 or more in {alike.tiny}")
+        yield found("tiny-edits", (close,), basis, {"share": f"{alike.tiny.value:.0%}"})
+    policy = context.policy
+    if policy is not None and policy.chosen_likelier.above(0.5):
+        text = f"mean per token: chosen {policy.chosen_mean:.2f}, rejected {policy.rejected_mean:.2f} nats"
+        view = Evidence("log-probabilities", f"{policy.chosen_likelier}; {text}")
+        yield found("rejected-off-policy", (view,), "--logps", {"share": f"{policy.chosen_likelier.value:.0%}"})
+
+
+def _of_pairs(count: int, run: Pass) -> dict[str, str]:
+    return {"rows": f"{count:,} of {run.pairs:,} pairs"}
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,}"
