@@ -220,6 +220,33 @@ def test_an_impossible_sequence_is_an_error_of_the_caller() -> None:
         replay([("b", -1, "s")], expandable=False)
 
 
+# What real torch printed. stas00/ml-engineering 744d01e debug/pytorch.md, one B200 of 178.35 GiB.
+
+B200_FREE_BYTES = round((178.35 - 0.70) * 2**30)  # less the context: 168.34 in use - 167.64 allocated
+
+
+def test_a_printed_out_of_memory_in_forward_is_reproduced() -> None:
+    """x, y and z of 15e9 floats; the fourth fails with 167.64 GiB allocated, 4.62 MiB reserved beside it."""
+    tensor = 4 * 15 * 10**9
+    result = replay([(n, tensor, "s") for n in "xyzl"], expandable=False, capacity_bytes=B200_FREE_BYTES)
+    failure = result.out_of_memory
+    assert failure is not None
+    assert failure.storage == "l"
+    assert f"{failure.allocated_bytes / 2**30:.2f}" == "167.64"
+    assert f"{(failure.reserved_bytes - failure.allocated_bytes) / MIB:.2f}" == "4.62"
+
+
+def test_a_printed_out_of_memory_in_backward_is_reproduced() -> None:
+    """Four tensors of 10e9 floats, the sum and its gradient; 149.01 GiB allocated, 6.11 MiB reserved beside."""
+    tensor = 4 * 10 * 10**9
+    events = [(n, tensor, "s") for n in "xyzl"] + [("sum", 4, "s"), ("ones", 4, "s"), ("grad", tensor, "s")]
+    failure = replay(events, expandable=False, capacity_bytes=B200_FREE_BYTES).out_of_memory
+    assert failure is not None
+    assert failure.storage == "grad"
+    assert f"{failure.allocated_bytes / 2**30:.2f}" == "149.01"
+    assert f"{(failure.reserved_bytes - failure.allocated_bytes) / MIB:.2f}" == "6.11"
+
+
 # Random traces
 
 SIZES = st.one_of(

@@ -13,15 +13,16 @@ from dpofit.units import GIB, MIB
 
 _GEN3, _GEN4, _GEN5 = 15.75, 31.5, 63.0
 
-# CUDA context of a training process. Read on A100: 0.47 GiB (few kernels loaded) to 0.92 GiB (a training
-# process); the upper reading is used. B200 printed 0.70 GiB for one matmul (stas00/ml-engineering 744d01e
-# debug/pytorch.md: 168.34 in use - 167.64 allocated), within the same range.
+# CUDA context and kernels, before any tensor and any communicator. Read on an A100 with torch 2.1.1
+# (stas00/ml-engineering 744d01e training/performance/README.md): 0.47 GiB with one kernel loaded, 0.92 GiB with
+# all of torch's; training lies between, and the upper reading is used. A B200 running elementwise kernels
+# printed 0.70 GiB (its debug/pytorch.md: 168.34 in use - 167.64 allocated), inside that range.
 _A100_CONTEXT = round(0.92 * GIB)
 # LlamaFactory#1936, a card of 23.65 GiB: 21.98 in use - 21.51 allocated = 0.47 GiB; a bare context there 398 MiB.
 _AD102_CONTEXT = round(0.47 * GIB)
 _T4_CONTEXT = round(0.14 * GIB)  # a bare context read on a T4
 
-_MEASURED = "context 0.92 GiB: measured (A100, upper of 0.47 to 0.92)"
+_MEASURED = "context 0.92 GiB: measured (all torch kernels loaded; 0.47 with one)"
 _AS_A100 = "context 0.92 GiB: assumed as on A100"
 _AS_24GB = "context 0.47 GiB: assumed as on a 23.65 GiB card (LlamaFactory#1936)"
 
