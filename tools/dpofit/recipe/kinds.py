@@ -110,6 +110,7 @@ KINDS: dict[str, Kind] = {
         "`load_best_model_at_end` is refused for rm and ppo, and needs `save_strategy` and `eval_strategy` to"
         " match, with `save_steps` a multiple of `eval_steps`."
     ),
+    "config.auto-batch-zero3": _error("`auto_find_batch_size` is refused under ZeRO-3."),
     "config.precision-twice": _error("`bf16` and `fp16` exclude each other (for evaluation too)."),
     "config.scheduler-needs-eval": _error("`reduce_lr_on_plateau` and `greedy` need an `eval_strategy`."),
     "config.steps": _error("A step count that transformers refuses: zero, or a fraction above one."),
@@ -132,9 +133,6 @@ KINDS: dict[str, Kind] = {
     ),
     "config.dataset-unknown": _error(
         "Every name in `dataset` and `eval_dataset` must be an entry of dataset_info.json."
-    ),
-    "config.bf16-hardware": _error(
-        "V100 and T4 have no bf16: transformers stops when `bf16` or `pure_bf16` is asked for."
     ),
     # what surprises people
     "config.text-for-switch": _warning(
@@ -160,9 +158,6 @@ KINDS: dict[str, Kind] = {
         "`gradient_checkpointing_kwargs` is read only when `gradient_checkpointing: true`."
     ),
     "config.unsloth-gc-off": _warning("`use_unsloth_gc` does nothing when gradient checkpointing is disabled."),
-    "config.unsloth-full": _warning(
-        "`use_unsloth` patches LoRA training only; with full fine-tuning it brings no LoRA kernels."
-    ),
     "config.unsloth-is-not-unsloth-gc": _info(
         "`use_unsloth` needs the unsloth package and replaces the model's code; `use_unsloth_gc` is LLaMA-"
         "Factory's own checkpoint offload to host memory and needs no package."
@@ -172,8 +167,8 @@ KINDS: dict[str, Kind] = {
         "RoPE are fused, the logits of dpo are as large as before."
     ),
     "config.liger-twice": _warning(
-        "`use_liger_kernel` is transformers' own switch and applies Liger a second time, fused loss included;"
-        " LLaMA-Factory's is `enable_liger_kernel`."
+        "`use_liger_kernel` is transformers' own switch with its own defaults; LLaMA-Factory's is "
+        "`enable_liger_kernel`, and both together patch the model twice."
     ),
     "config.eval-batch-default": _warning(
         "`per_device_eval_batch_size` defaults to 8, which in dpo is 16 rows of fp32 logits: training fits "
@@ -192,17 +187,20 @@ KINDS: dict[str, Kind] = {
         "Without `bf16`, `fp16` or `pure_bf16` everything is computed and kept in fp32: twice the activations"
         " and logits."
     ),
-    "config.fp16-dpo": _warning(
-        "fp16 needs loss scaling and overflows where bf16 does not; on Ampere and newer use bf16."
+    "config.fp16-dpo": _info(
+        "fp16 overflows at 65,504 and relies on loss scaling; bf16 has fp32's range at the same size, on "
+        "Ampere and newer."
+    ),
+    "config.bf16-hardware": _warning(
+        "V100 and T4 have no bf16 units: torch emulates bf16 there, many times slower than fp16, and "
+        "FlashAttention-2 does not run."
     ),
     "config.no-cutoff": _warning(
         "`cutoff_len` defaults to 2,048: longer prompts and answers are cut at the tail, and pairs that "
         "differ only there become identical."
     ),
     "config.packing-dpo": _info("dpo does not pack; `packing: true` only lowers `cutoff_len` by one."),
-    "config.pref-ftx": _info(
-        "`pref_ftx` adds an sft term on the chosen answers to the loss; dpo papers and most recipes leave it 0."
-    ),
+    "config.pref-ftx": _info("`pref_ftx` adds an sft loss on the chosen answers; 0 is plain dpo."),
     "config.lora-dropout-dpo": _info("dpo turns every dropout of the model off, `lora_dropout` included."),
     "config.lora-keys-full": _info("The key shapes LoRA only and does nothing with this `finetuning_type`."),
     "config.reference-ignored": _warning("orpo and simpo use no reference model; `ref_model` is ignored."),
@@ -210,6 +208,10 @@ KINDS: dict[str, Kind] = {
     "config.many-checkpoints": _warning(
         "Without `save_total_limit` every checkpoint stays; under DeepSpeed each full one takes 14 to 16 "
         "bytes a parameter unless `save_only_model` is set."
+    ),
+    "config.zero3-qlora": _warning(
+        "transformers does not shard a quantized model while it loads (modeling_utils.py 1481): every GPU "
+        "first holds all of it."
     ),
     "config.output-has-checkpoints": _warning(
         "LLaMA-Factory resumes from the newest checkpoint in `output_dir` without asking, another recipe's included."
@@ -232,13 +234,12 @@ KINDS: dict[str, Kind] = {
         "Only bnb, hqq and eetq quantize on the fly; with any other `quantization_method`, `quantization_bit`"
         " does nothing and the model loads in 16 bits."
     ),
-    "config.zero3-qlora": _warning(
-        "4-bit under ZeRO-3 trains only with bitsandbytes 0.43 or newer and a 16-bit storage type; each GPU "
-        "first loads the 4-bit model whole."
-    ),
     "config.zero3-gather": _warning(
         "At stage 3 without `stage3_gather_16bit_weights_on_model_save` no loadable weights are saved, only "
         "ZeRO shards."
+    ),
+    "config.badam-distributed": _warning(
+        "On several GPUs BAdam runs only layer-wise under ZeRO-3; anything else is refused."
     ),
     "config.offload-param-stage": _warning("`offload_param` works only at stage 3."),
     "config.deepspeed-ignored-key": _warning("DeepSpeed does not know this section and ignores it silently."),
@@ -250,13 +251,8 @@ KINDS: dict[str, Kind] = {
         "On several GPUs llamafactory-cli overwrites PYTORCH_CUDA_ALLOC_CONF with expandable_segments:True "
         "unless OPTIM_TORCH=0."
     ),
-    "config.long-recipe": _warning(
-        "The recipe's card asks for dpofit's long-prompt code: run with plain llamafactory-cli it runs stock "
-        "and will not fit."
-    ),
     "config.secret-in-file": _warning(
         "The file holds a token in plain text; anyone who reads or commits it has the token."
     ),
     "config.files-missing": _warning("A path that must exist when the run starts does not exist on this machine."),
-    "config.retired-key-accepted": _info("transformers still accepts the key and announces its removal."),
 }

@@ -38,11 +38,19 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings merge key by key, everything else (lists too) is replaced: OmegaConf.merge."""
+    """Mappings merge key by key, everything else (lists too) is replaced: OmegaConf.merge, which refuses a list for
+    a mapping and the other way round."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
-        merged[key] = merge(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            value = merge(under, value)
+        elif (
+            isinstance(under, (Mapping, list)) and isinstance(value, (Mapping, list)) and type(under) is not type(value)
+        ):
+            held, given = ("a mapping", "a list") if isinstance(under, Mapping) else ("a list", "a mapping")
+            raise BadInput(Problem(COMMAND_LINE, key, f"is {given}, but the file holds {held}", f"Give {held}."))
+        merged[key] = value
     return merged
 
 

@@ -6,7 +6,7 @@ transformers 5.5.4 training_args.py (__post_init__, _validate_args). Every rule 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from dpofit.recipe.issue import Issue
@@ -16,7 +16,7 @@ from dpofit.recipe.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`applies` is true when the run would be refused; `key` is the one to point at."""
+    """`applies` is true when there is something to say about the run; `key` is the one to point at."""
 
     id: str
     key: str
@@ -25,11 +25,16 @@ class Rule:
     right: str
 
 
-def refusals(run: Run) -> Iterator[Issue]:
-    """Every rule that the run breaks. Call it only with values of the right types (settings.value_issues)."""
-    for rule in RULES:
+def broken(rules: Iterable[Rule], run: Run) -> Iterator[Issue]:
+    """Those of the rules that apply. Call it only with values of the right types (settings.value_issues)."""
+    for rule in rules:
         if rule.applies(run, run.settings):
             yield run.settings.issue(rule.id, rule.key, rule.wrong, rule.right)
+
+
+def refusals(run: Run) -> Iterator[Issue]:
+    """Every combination in the run that LLaMA-Factory or transformers refuses."""
+    yield from broken(RULES, run)
     yield from _lora_only(run)
 
 
@@ -68,7 +73,11 @@ def _mixing(s: Settings) -> bool:
 
 def _load_best(s: Settings) -> bool:
     """transformers training_args.py _validate_args: strategies match, save_steps a multiple of eval_steps."""
-    if not s.on("load_best_model_at_end") or s["save_strategy"] == "best":
+    if not s.on("load_best_model_at_end"):
+        return False
+    if s.on("save_only_model") and s.set("deepspeed"):  # trainer.py 836-843
+        return True
+    if s["save_strategy"] == "best":
         return False
     if s["eval_strategy"] != s["save_strategy"]:
         return True
@@ -216,12 +225,14 @@ RULES: tuple[Rule, ...] = (
          lambda r, s: s["flash_attn"] == "fa3" and "gpt-oss" not in str(s["model_name_or_path"]).lower(),
          "is fa3", "Write fa2, sdpa or auto."),
     # transformers training_args.py
+    Rule("config.auto-batch-zero3", "auto_find_batch_size", lambda r, s: s.on("auto_find_batch_size") and r.zero3,
+         "is refused under ZeRO-3", "Set per_device_train_batch_size."),
     Rule("config.precision-twice", "fp16", lambda r, s: s.on("fp16") and s.on("bf16"),
          "excludes bf16", "Keep bf16."),
     Rule("config.precision-twice", "fp16_full_eval", lambda r, s: s.on("fp16_full_eval") and s.on("bf16_full_eval"),
          "excludes bf16_full_eval", "Keep one of the two."),
     Rule("config.load-best", "load_best_model_at_end", lambda r, s: _load_best(s),
-         "needs matching save and evaluation steps",
+         "does not fit how checkpoints are saved",
          "Give save_strategy and eval_strategy the same value and save_steps a multiple of eval_steps."),
     Rule("config.scheduler-needs-eval", "lr_scheduler_type",
          lambda r, s: s["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and s["eval_strategy"] == "no",

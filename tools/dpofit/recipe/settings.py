@@ -9,6 +9,7 @@ from dpofit.recipe.issue import Issue
 from dpofit.recipe.keys import known_keys, nearest, pinned_versions, wrong_choice, wrong_type
 from dpofit.recipe.overrides import COMMAND_LINE
 from dpofit.recipe.retired import RETIRED
+from dpofit.recipe.secrets import is_secret
 from dpofit.recipe.yaml_file import Document
 
 
@@ -75,7 +76,8 @@ def value_issues(settings: Settings, extra_keys_allowed: bool) -> list[Issue]:
         elif value == "???":
             issues.append(settings.issue("config.missing-value", name, "is still ???", "Fill it in."))
         elif problem := wrong_type(key, value):
-            issues.append(settings.issue("config.wrong-type", name, *problem))
+            wrong = "is not text" if is_secret(name) else problem[0]
+            issues.append(settings.issue("config.wrong-type", name, wrong, problem[1]))
         elif problem := wrong_choice(key, value):
             issues.append(settings.issue("config.invalid-choice", name, *problem))
         elif isinstance(value, str) and key.types <= {"bool", "null"}:

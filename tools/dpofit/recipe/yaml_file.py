@@ -20,6 +20,7 @@ from dpofit.errors import BadInput, Problem
 MAX_NODES = 10_000  # after alias expansion, as in omegaconf 2.4.0
 _MAX_DEPTH = 100  # deeper than any configuration; well inside Python's recursion limit
 _STR_TAG = "tag:yaml.org,2002:str"
+_NULL_TAG = "tag:yaml.org,2002:null"
 _FLOAT = re.compile(
     r"""^(?:
      [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -83,7 +84,7 @@ def parse_scalar(text: str) -> Any:
 def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         node = _single_node(text)
-        if node is None:
+        if node is None or node.tag == _NULL_TAG:
             return {}, {}
         if not isinstance(node, yaml.MappingNode):
             raise _bad(path, node.start_mark.line + 1, "holds no keys with values", "Write `key: value` lines.")
