@@ -65,9 +65,7 @@ def test_the_whole_model_has_as_many_parameters(name: str) -> None:
         ("qwen3", {"attention_bias": True}),
     ],
 )
-def test_a_config_that_transformers_saved_is_read_back_as_it_was_built(
-    tmp_path, model_type: str, keys: dict
-) -> None:
+def test_a_config_that_transformers_saved_is_read_back_as_it_was_built(tmp_path, model_type: str, keys: dict) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tiny = {

@@ -159,9 +159,7 @@ def _llama_linears(
     )
 
 
-def _qwen1_linears(
-    config: Mapping[str, Any], hidden: int, width: int, intermediate: int
-) -> tuple[Linear, ...]:
+def _qwen1_linears(config: Mapping[str, Any], hidden: int, width: int, intermediate: int) -> tuple[Linear, ...]:
     # Qwen 1 modeling_qwen.py: c_attn fuses q, k and v and always has a bias; attention and MLP both
     # call their output c_proj, so a LoRA target c_proj means both.
     bias = not config.get("no_bias", True)

@@ -17,7 +17,7 @@ from dpofit.models.shape import ModelShape
 
 # Why a name that is not known is out of scope, where the name itself says so.
 _REASONS = (
-    (r"-a\d+b\b|moe|mixtral|\d+x\d+b|deepseek-(v[23]|r1$|r1-0528$|r1-zero)|llama-4", "a mixture of experts"),
+    (r"-a\d+b\b|moe|mixtral|\d+x\d+b|deepseek-((coder-)?v[23]|r1$|r1-0528$|r1-zero)|llama-4", "a mixture of experts"),
     (r"\bvl\b|-vl-|qvq|vision|omni|audio|pixtral|llava|qwen3\.5", "a vision or audio model"),
     (r"gptq|awq|int[48]\b|[48]-?bits?\b|bnb|gguf|fp8|mlx", "a checkpoint quantised beforehand"),
     (r"gemma|\bphi|glm|internlm|baichuan|falcon|bloom|\bgpt|granite|olmo|minicpm", "another architecture"),
@@ -50,9 +50,7 @@ def find_model(reference: str, base: Path | None = None) -> ModelShape:
             return read_config(path)
         if os.path.isdir(path):
             if not (path / "config.json").is_file():
-                raise BadInput(
-                    Problem(str(path), None, "has no config.json", "Point at the model's own folder")
-                )
+                raise BadInput(Problem(str(path), None, "has no config.json", "Point at the model's own folder"))
             return read_config(path / "config.json")
 
     rows = _rows()
@@ -96,7 +94,7 @@ def _by_bare_name() -> dict[str, _Row]:
 
 def _bare(name: str) -> str:
     """`Meta-Llama-3-8B`, `Llama-2-7b-hf`, `Qwen-1_8B` → llama-3-8b, llama-2-7b, qwen-1.8b."""
-    return name.lower().removeprefix("meta-").removesuffix("-hf").replace("_", ".")
+    return name.lower().removeprefix("meta-").removesuffix("-hf").removesuffix("-ms").replace("_", ".")
 
 
 def _unknown(reference: str) -> Problem:
