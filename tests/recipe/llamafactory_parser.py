@@ -1,7 +1,7 @@
 """Run inside the stack: feeds settings to LLaMA-Factory's own get_train_args and prints what each gave, as JSON.
 
 stdin: a JSON list of settings. stdout, last line: a JSON list of {"error": text or null, and the values parsed}.
-One rank of a gloo group stands for the cluster; a CPU has no bf16, so the two availability checks answer as a GPU would.
+One rank of a gloo group stands for the cluster. A CPU has no bf16: the two availability checks answer as a GPU would.
 """
 
 import gc

@@ -49,7 +49,7 @@ ADVICE: tuple[Rule, ...] = (
          lambda r, s: r.stage == "dpo" and r.do_eval and "per_device_eval_batch_size" not in s,
          "evaluates 8 pairs at once", "Set per_device_eval_batch_size: 1."),
     Rule("config.eval-data-unused", "val_size",
-         lambda r, s: not r.do_eval and not s.on("do_predict") and (s.set("eval_dataset") or s.number("val_size") > 1e-6),
+         lambda r, s: not (r.do_eval or s.on("do_predict")) and (s.set("eval_dataset") or s.number("val_size") > 1e-6),
          "gives evaluation data that nothing uses", "Set eval_strategy: steps, or remove it."),
     Rule("config.train-batch-default", "per_device_train_batch_size",
          lambda r, s: r.stage == "dpo" and s.on("do_train") and "per_device_train_batch_size" not in s,
