@@ -1,7 +1,7 @@
 """A slow second allocator for the tests: torch's DeviceCachingAllocator transcribed block by block.
 
 Linked blocks and plain scans as in torch 2.13 c10/cuda/CUDACachingAllocator.cpp, sharing no code and no data
-structure with dpofit.memory.allocator. Two liberties, both about addresses only: they ascend, and an
+structure with dpofit.memory.caching_allocator. Two liberties, both about addresses only: they ascend, and an
 expandable segment keeps its addresses when nothing of it is mapped.
 """
 

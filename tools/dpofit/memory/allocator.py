@@ -1,32 +1,12 @@
-"""Replays allocations through a model of PyTorch's CUDA caching allocator, to turn allocated into reserved bytes.
-
-Models torch 2.13 c10/cuda/CUDACachingAllocator.cpp with c10/core/AllocatorConfig.h's defaults; function names
-in comments are of the former. Not modelled: garbage_collection_threshold, max_split_size_mb,
-roundup_power2_divisions, private pools of CUDA graphs, record_stream (a free is reusable at once), and the
-order in which the driver hands out addresses (here ascending; it only breaks ties between equal blocks).
-
-Addresses and sizes are in units of 512 bytes, torch's kMinBlockSize. A free block is one integer,
-`size << _ADDRESS_BITS | address`, so that a sorted list of them is ordered by size and then address, as
-BlockComparatorSize orders a pool's set; neighbours are found by address in two dictionaries.
-"""
+"""Replays allocations through a model of PyTorch's CUDA caching allocator: allocated bytes become reserved bytes."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
+from dpofit.memory.caching_allocator import CachingAllocator
 from dpofit.memory.program import Program
-
-_UNIT_BITS = 9  # kMinBlockSize = 512
-_ADDRESS_BITS = 48
-_ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
-_SMALL = 1 << 20 >> _UNIT_BITS  # kSmallSize: larger requests go to the large pool
-_SMALL_BUFFER = 2 << 20 >> _UNIT_BITS  # kSmallBuffer: segment, or expandable page, of the small pool
-_LARGE_BUFFER = 20 << 20 >> _UNIT_BITS  # large_segment_size: segment of requests below 10 MiB, expandable page
-_MIN_LARGE_ALLOC = 10 << 20 >> _UNIT_BITS  # kMinLargeAlloc
-_ROUND_LARGE = 2 << 20 >> _UNIT_BITS  # kRoundLarge
-_UNBOUNDED_SPACE = _LARGE_BUFFER << 18  # 5 TiB of addresses per expandable segment when no capacity is given
 
 # (storage, size_bytes, stream): an allocation if size_bytes > 0, the free of `storage` if < 0, and if 0 a mark:
 # what follows belongs to the phase called `storage`.
@@ -71,21 +51,38 @@ class Replay:
 def replay(events: Iterable[AllocatorEvent], *, expandable: bool, capacity_bytes: int | None = None) -> Replay:
     """Run `events` through the allocator; `capacity_bytes` is what it may reserve, None for no bound.
 
-    Deterministic. Raises AssertionError if a storage is allocated twice or freed without being alive.
+    Deterministic. What precedes the first mark counts in the overall peaks only. Raises AssertionError if a
+    storage is allocated twice or freed without being alive.
     """
     allocator = CachingAllocator(expandable=expandable, capacity_bytes=capacity_bytes)
     malloc, free = allocator.malloc, allocator.free
+    phase: Hashable = None
+    retries_before = 0
+    peaks: dict[Hashable, PhasePeak] = {}
     failed: OutOfMemory | None = None
     for storage, size_bytes, stream in events:
         if size_bytes > 0:
             if not malloc(storage, size_bytes, stream):
-                failed = allocator.out_of_memory(storage, size_bytes)
+                allocated, reserved = allocator.allocated_bytes, allocator.reserved_bytes
+                failed = OutOfMemory(storage, size_bytes, phase, allocated, reserved)
                 break
         elif size_bytes < 0:
             free(storage)
         else:
-            allocator.mark(storage)
-    return allocator.result(failed)
+            peaks[phase] = _with_stretch(peaks.get(phase), phase, allocator, retries_before)
+            allocator.reset_peaks()
+            phase, retries_before = storage, allocator.retries
+    peaks[phase] = _with_stretch(peaks.get(phase), phase, allocator, retries_before)
+    return Replay(
+        peak_allocated_bytes=max(peak.allocated_bytes for peak in peaks.values()),
+        peak_reserved_bytes=max(peak.reserved_bytes for peak in peaks.values()),
+        allocated_bytes=allocator.allocated_bytes,
+        reserved_bytes=allocator.reserved_bytes,
+        retries=allocator.retries,
+        segments=allocator.segments,
+        out_of_memory=failed,
+        phases=tuple(peak for name, peak in peaks.items() if name is not None),
+    )
 
 
 def gpu_events(program: Program) -> Iterator[AllocatorEvent]:
@@ -99,287 +96,13 @@ def gpu_events(program: Program) -> Iterator[AllocatorEvent]:
             yield storage, event.size_bytes, event.stream
 
 
-class _Pool:
-    """The free blocks of one stream's small or large pool."""
-
-    __slots__ = ("keys", "page", "small", "unmapped")
-
-    def __init__(self, small: bool) -> None:
-        self.small = small
-        self.page = _SMALL_BUFFER if small else _LARGE_BUFFER
-        self.keys: list[int] = []  # size << _ADDRESS_BITS | address, sorted
-        self.unmapped: list[int] = []  # addresses of unmapped blocks of expandable segments, sorted
-
-
-class CachingAllocator:
-    """One GPU's allocator: `malloc` and `free` by storage id; sizes in bytes at the edge, 512-byte units inside."""
-
-    def __init__(self, *, expandable: bool, capacity_bytes: int | None = None) -> None:
-        self._expandable = expandable
-        self._capacity = None if capacity_bytes is None else capacity_bytes >> _UNIT_BITS
-        self._small: dict[str, _Pool] = {}
-        self._large: dict[str, _Pool] = {}
-        self._live: dict[Hashable, tuple[_Pool, int, int]] = {}  # storage → pool, address, size
-        self._free_at: dict[int, int] = {}  # address of a free block → its size
-        self._free_end: dict[int, int] = {}  # address where a free block ends → its address
-        self._unmapped_at: dict[int, int] = {}  # address of an unmapped block → its size
-        self._segment_at: dict[int, int] = {}  # address of a cudaMalloc'd segment → its size
-        self._next_address = _LARGE_BUFFER
-        self._allocated = self._reserved = self._retries = self._pages = 0
-        self._phase: Hashable = None
-        self._phase_allocated = self._phase_reserved = self._phase_retries = 0
-        self._phases: dict[Hashable, PhasePeak] = {}
-
-    def malloc(self, storage: Hashable, size_bytes: int, stream: str) -> bool:
-        """Allocate; False if neither cached nor new memory suffices. DeviceCachingAllocator::malloc."""
-        assert storage not in self._live, f"{storage} is alive already"
-        size = (size_bytes + 511) >> _UNIT_BITS
-        pools = self._small if size <= _SMALL else self._large
-        pool = pools.get(stream)
-        if pool is None:
-            pool = pools[stream] = _Pool(size <= _SMALL)
-
-        keys = pool.keys
-        index = bisect_left(keys, size << _ADDRESS_BITS)
-        if index < len(keys):
-            if self._expandable:
-                index = self._away_from_the_edge(keys, index)
-            key = keys.pop(index)
-            address, block = key & _ADDRESS_MASK, key >> _ADDRESS_BITS
-            del self._free_at[address]
-        else:
-            found = self._grow(pool, size)
-            if found is None:
-                return False
-            address, block = found
-
-        remaining = block - size
-        # should_split: the large pool keeps up to 1 MiB with the block, except in expandable segments
-        if remaining > (0 if pool.small or self._expandable else _SMALL):
-            self._free_at[address + size] = remaining
-            self._free_end[address + block] = address + size
-            insort(keys, remaining << _ADDRESS_BITS | address + size)
-        else:
-            size = block
-            del self._free_end[address + block]
-        self._live[storage] = pool, address, size
-        self._allocated += size
-        if self._allocated > self._phase_allocated:
-            self._phase_allocated = self._allocated
-        return True
-
-    def free(self, storage: Hashable) -> None:
-        """Give a block back to its pool. free_block."""
-        assert storage in self._live, f"{storage} is not alive"
-        pool, address, size = self._live.pop(storage)
-        self._allocated -= size
-        self._insert_free(pool, address, size)
-
-    def mark(self, phase: Hashable) -> None:
-        """What follows belongs to `phase`."""
-        self._close_phase()
-        self._phase = phase
-        self._phase_allocated, self._phase_reserved, self._phase_retries = self._allocated, self._reserved, 0
-
-    def out_of_memory(self, storage: Hashable, size_bytes: int) -> OutOfMemory:
-        allocated, reserved = self._allocated << _UNIT_BITS, self._reserved << _UNIT_BITS
-        return OutOfMemory(storage, size_bytes, self._phase, allocated, reserved)
-
-    def result(self, failed: OutOfMemory | None = None) -> Replay:
-        self._close_phase()
-        peaks = self._phases.values()
-        return Replay(
-            peak_allocated_bytes=max(peak.allocated_bytes for peak in peaks),
-            peak_reserved_bytes=max(peak.reserved_bytes for peak in peaks),
-            allocated_bytes=self._allocated << _UNIT_BITS,
-            reserved_bytes=self._reserved << _UNIT_BITS,
-            retries=self._retries,
-            segments=len(self._segment_at) + self._pages,
-            out_of_memory=failed,
-            phases=tuple(peak for peak in peaks if peak.phase is not None),
-        )
-
-    def blocks(self) -> Iterator[tuple[Hashable, int, int]]:
-        """Every live storage with its address and size in bytes."""
-        for storage, (_, address, size) in self._live.items():
-            yield storage, address << _UNIT_BITS, size << _UNIT_BITS
-
-    def _close_phase(self) -> None:
-        before = self._phases.get(self._phase)
-        peak = PhasePeak(
-            self._phase,
-            self._phase_allocated << _UNIT_BITS,
-            self._phase_reserved << _UNIT_BITS,
-            self._phase_retries,
-        )
-        if before is not None:
-            peak = PhasePeak(
-                self._phase,
-                max(before.allocated_bytes, peak.allocated_bytes),
-                max(before.reserved_bytes, peak.reserved_bytes),
-                before.retries + peak.retries,
-            )
-        self._phases[self._phase] = peak
-
-    def _insert_free(self, pool: _Pool, address: int, size: int) -> None:
-        """Put a mapped block into its pool, merged with free neighbours. try_merge_blocks."""
-        free_at, free_end, keys = self._free_at, self._free_end, pool.keys
-        end = address + size
-        before = free_end.pop(address, None)
-        if before is not None:
-            del keys[bisect_left(keys, address - before << _ADDRESS_BITS | before)]
-            address = before
-        after = free_at.pop(end, None)
-        if after is not None:
-            del keys[bisect_left(keys, after << _ADDRESS_BITS | end)]
-            end += after
-        free_at[address] = end - address
-        free_end[end] = address
-        insort(keys, end - address << _ADDRESS_BITS | address)
-
-    def _grow(self, pool: _Pool, size: int) -> tuple[int, int] | None:
-        """Address and size of a new block, taken out of the pool; released memory is tried once. alloc_block."""
-        grow = self._map_expandable if self._expandable else self._new_segment
-        found = grow(pool, size)
-        if found is None:
-            self._release_cached()
-            self._retries += 1
-            self._phase_retries += 1
-            found = grow(pool, size)
-        return found
-
-    def _reserve(self, size: int) -> bool:
-        """Count `size` as reserved, unless that is more than there is."""
-        if self._capacity is not None and self._reserved + size > self._capacity:
-            return False
-        self._reserved += size
-        if self._reserved > self._phase_reserved:
-            self._phase_reserved = self._reserved
-        return True
-
-    def _new_segment(self, pool: _Pool, size: int) -> tuple[int, int] | None:
-        """cudaMalloc of get_allocation_size(size)."""
-        if size <= _SMALL:
-            segment = _SMALL_BUFFER
-        elif size < _MIN_LARGE_ALLOC:
-            segment = _LARGE_BUFFER
-        else:
-            segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        if not self._reserve(segment):
-            return None
-        address = self._next_address
-        self._next_address += segment + 1  # the gap keeps blocks of two segments from being neighbours
-        self._segment_at[address] = segment
-        self._free_end[address + segment] = address
-        return address, segment
-
-    def _release_cached(self) -> None:
-        """Give back wholly free segments, and wholly free pages of expandable ones. release_cached_blocks."""
-        for pool in (*self._large.values(), *self._small.values()):
-            for key in list(pool.keys):
-                address, size = key & _ADDRESS_MASK, key >> _ADDRESS_BITS
-                if self._expandable:
-                    self._unmap(pool, address, size)
-                elif self._segment_at.get(address) == size:
-                    del self._segment_at[address], self._free_at[address], self._free_end[address + size]
-                    del pool.keys[bisect_left(pool.keys, key)]
-                    self._reserved -= size
-
-    # Expandable segments: one long range of addresses per pool, pages mapped as needed.
-
-    def _away_from_the_edge(self, keys: list[int], index: int) -> int:
-        """Best fit counts a block before unmapped addresses as large as it could grow. get_free_block."""
-        unmapped_at = self._unmapped_at
-
-        def expandable_size(key: int) -> int:
-            size = key >> _ADDRESS_BITS
-            return size + unmapped_at.get((key & _ADDRESS_MASK) + size, 0)
-
-        current = expandable_size(keys[index])
-        while index + 1 < len(keys):
-            following = expandable_size(keys[index + 1])
-            if following >= current:
-                break
-            index, current = index + 1, following
-        return index
-
-    def _map_expandable(self, pool: _Pool, size: int) -> tuple[int, int] | None:
-        """Map pages until a free block of `size` exists. try_allocate_expandable_block."""
-        address = self._expandable_candidate(pool, size)
-        unmapped = self._unmapped_at.get(address)
-        if unmapped is not None and not self._map(pool, address, min(unmapped, size)):
-            return None
-        while (block := self._free_at[address]) < size:
-            edge = address + block
-            if not self._map(pool, edge, min(size - block, self._unmapped_at[edge])):
-                return None  # what was mapped so far stays cached
-        del pool.keys[bisect_left(pool.keys, block << _ADDRESS_BITS | address)]
-        del self._free_at[address]
-        return address, block
-
-    def _expandable_candidate(self, pool: _Pool, size: int) -> int:
-        """The lowest run of free and unmapped addresses with room for `size`. find_expandable_block."""
-        for unmapped in pool.unmapped:
-            start = self._free_end.get(unmapped, unmapped)
-            edge = start
-            while edge - start < size:
-                step = self._free_at.get(edge) or self._unmapped_at.get(edge)
-                if step is None:
-                    break
-                edge += step
-            if edge - start >= size:
-                return start
-        # Address space for 1 1/8 of the card's memory, so that pages can move to the end under pressure.
-        space = _UNBOUNDED_SPACE if self._capacity is None else self._capacity + self._capacity // 8
-        space = -(-space // _LARGE_BUFFER) * _LARGE_BUFFER
-        start = self._next_address
-        self._next_address += space + _LARGE_BUFFER  # a gap, and page alignment
-        self._insert_unmapped(pool, start, space)
-        return start
-
-    def _map(self, pool: _Pool, address: int, size: int) -> bool:
-        """Map the pages that hold `size` from the start of the unmapped block at `address`. map_block."""
-        mapped = -(-size // pool.page) * pool.page
-        if not self._reserve(mapped):
-            return False
-        unmapped = self._unmapped_at.pop(address)
-        index = bisect_left(pool.unmapped, address)
-        if mapped < unmapped:
-            pool.unmapped[index] = address + mapped
-            self._unmapped_at[address + mapped] = unmapped - mapped
-        else:
-            del pool.unmapped[index]
-        self._pages += mapped // pool.page
-        self._insert_free(pool, address, mapped)
-        return True
-
-    def _unmap(self, pool: _Pool, address: int, size: int) -> None:
-        """Unmap the pages that lie wholly inside a free block. unmap_block."""
-        page, end = pool.page, address + size
-        first, last = -(-address // page) * page, end // page * page
-        if first >= last:
-            return
-        del pool.keys[bisect_left(pool.keys, size << _ADDRESS_BITS | address)]
-        del self._free_at[address], self._free_end[end]
-        if address < first:
-            self._insert_free(pool, address, first - address)
-        if last < end:
-            self._insert_free(pool, last, end - last)
-        self._reserved -= last - first
-        self._pages -= (last - first) // page
-        self._insert_unmapped(pool, first, last - first)
-
-    def _insert_unmapped(self, pool: _Pool, address: int, size: int) -> None:
-        """Add an unmapped block, merged with unmapped neighbours."""
-        after = self._unmapped_at.pop(address + size, None)
-        if after is not None:
-            pool.unmapped.remove(address + size)
-            size += after
-        index = bisect_left(pool.unmapped, address)
-        if index:
-            before = pool.unmapped[index - 1]
-            if before + self._unmapped_at[before] == address:
-                self._unmapped_at[before] += size
-                return
-        pool.unmapped.insert(index, address)
-        self._unmapped_at[address] = size
+def _with_stretch(
+    before: PhasePeak | None, phase: Hashable, allocator: CachingAllocator, retries_before: int
+) -> PhasePeak:
+    """The peaks of `phase` with the stretch that ends here."""
+    return PhasePeak(
+        phase,
+        max(before.allocated_bytes if before else 0, allocator.peak_allocated_bytes),
+        max(before.reserved_bytes if before else 0, allocator.peak_reserved_bytes),
+        (before.retries if before else 0) + allocator.retries - retries_before,
+    )
