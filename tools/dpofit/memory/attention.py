@@ -87,7 +87,8 @@ class AttentionOps:
             dk = tape.new("attention.dk", spec.key, "activation_grads")
             dv = tape.new("attention.dv", spec.key, "activation_grads")
             softmax_d = tape.new("attention.softmax_d", spec.tokens * model.heads * FP32, "workspace")
-            dq_accum = tape.new("attention.dq_accum", spec.query * 2, "workspace")
+            rounded = -(-spec.tokens_per_row // 128) * 128  # flash_api.cpp seqlen_q_rounded
+            dq_accum = tape.new("attention.dq_accum", spec.query // spec.tokens_per_row * rounded * 2, "workspace")
             expanded = tape.new("attention.dkv_expanded", 2 * spec.query if grouped else 0, "workspace")
             tape.drop(softmax_d, dq_accum, expanded, unpadded)
             tape.give(q, dq)
@@ -121,6 +122,13 @@ class AttentionOps:
             tape.drop(x.storage)
             wide.append(y)
         bias = tape.new("attention.bias", spec.rows * spec.tokens_per_row**2 * BF16 if mask else 0, "attention_mask")
+        if spec.tokens_per_row % 16 and mask:  # attention.cpp pad_bias: the last dimension to a multiple of 16
+            aligned = -(-spec.tokens_per_row // 16) * 16
+            padded = tape.new(
+                "attention.bias_padded", spec.rows * spec.tokens_per_row * aligned * BF16, "attention_mask"
+            )
+            tape.drop(bias)
+            bias = padded
         out = Value(tape.new("attention.out", spec.query, "activations"), q.needs_grad)
         lse = tape.new("attention.lse", spec.tokens * model.heads * FP32, "activations")
 
@@ -159,7 +167,7 @@ class AttentionOps:
             dv = tape.new("attention.dv_wide", spec.query, "activation_grads")
             d_weights = tape.new("attention.d_weights", scores * BF16, "attention_scores")
             tape.give(v, tape.new("attention.dv", spec.key, "activation_grads"))
-            tape.drop(dv)
+            tape.drop(dv, weights)
             d_softmax = tape.new("attention.d_softmax", scores * FP32, "attention_scores")
             tape.drop(d_weights)
             d_wide = tape.new("attention.d_scores_fp32", scores * FP32, "attention_scores")
@@ -174,5 +182,7 @@ class AttentionOps:
 
         tape.node(out, [q.storage, k_wide if repeats > 1 else k.storage, v_wide if repeats > 1 else v.storage,
                         softmax, weights], backward)  # fmt: skip
-        tape.drop(k_wide, v_wide, softmax, weights, q.storage, k.storage, v.storage)
+        if not (tape.grad and out.needs_grad):
+            tape.drop(weights)  # else dropped where the matmul with v lets go of it
+        tape.drop(k_wide, v_wide, softmax, q.storage, k.storage, v.storage)
         return out

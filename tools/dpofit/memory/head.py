@@ -42,16 +42,17 @@ def embed_backward(spec: LayerSpec, tape: Tape, tied_gradient: Storage | None) -
         return
     elements = spec.model.embedding_parameters
     tape.mark("pre_backward", "embed_tokens")
-    Ops(spec, tape).weight_gradient("embed_tokens", elements)
+    Ops(spec, tape).weight_gradient("embed_tokens", elements, computed_wide=True)
     tape.drop(tied_gradient)
     tape.mark("post_backward", "embed_tokens")
 
 
 def logits(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadSpec) -> tuple[Value, Storage, list[Storage]]:
-    """Final norm and output head. Returns bf16 logits (held), the normed hidden states (held), and a list that
-    backward fills with a tied head's waiting gradient."""
+    """Final norm and output head; lets go of `hidden`, whose name the norm's output takes over. Returns bf16 logits
+    (held), the normed hidden states (held), and a list that backward fills with a tied head's waiting gradient."""
     ops, model = Ops(spec, tape), spec.model
     normed = ops.rms_norm(hidden, "norm", model.hidden_size, spec.tokens)
+    tape.drop(hidden.storage)
     waiting: list[Storage] = []
     if not head.tied:
         output = ops.base_linear(normed, Linear("lm_head", model.hidden_size, model.vocab_size, bias=False))
@@ -113,9 +114,9 @@ def log_probs(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storag
     return result, wide.storage
 
 
-def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -> tuple[Value, list[Storage]]:
-    """ForCausalLMLoss: fp32 logits, cross-entropy over all positions. Returns the loss and what the model's output
-    object still holds until compute_loss returns."""
+def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -> tuple[Value, Storage]:
+    """ForCausalLMLoss: fp32 logits, cross-entropy over all positions. Returns the loss and the bf16 logits, which the
+    model's output object holds."""
     vocab = spec.model.vocab_size
     full = spec.tokens * vocab * FP32
     wide = Value(tape.new("logits.fp32", full, LOGITS), output.needs_grad)
@@ -146,8 +147,51 @@ def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -
     else:
         tape.drop(log_softmax)
     tape.drop(wide.storage, shifted)
-    held = [output.storage]
-    if head.outputs_cast_to_fp32:
-        held = [tape.new("logits.converted", full, LOGITS)]
-        tape.drop(output.storage)
-    return loss, held
+    return loss, output.storage
+
+
+def converted(spec: LayerSpec, tape: Tape, output: Storage, head: HeadSpec) -> Storage:
+    """The logits in the output object that compute_loss still holds; fp32 when accelerate converts outputs."""
+    if not head.outputs_cast_to_fp32:
+        return output
+    wide = tape.new("logits.converted", spec.tokens * spec.model.vocab_size * FP32, LOGITS)
+    tape.drop(output)
+    return wide
+
+
+def fused_causal_lm_loss(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadSpec) -> tuple[Value, list[Storage]]:
+    """Liger's fused linear cross-entropy (liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py): logits in chunks of
+    next_pow2(ceil(tokens / ceil(V / h))) rows; the gradients of hidden states and head are made in the forward.
+    Returns the loss and a tied head's waiting gradient."""
+    ops, model = Ops(spec, tape), spec.model
+    normed = ops.rms_norm(hidden, "norm", model.hidden_size, spec.tokens)
+    tape.drop(hidden.storage)
+    name = "embed_tokens" if head.tied else "lm_head"
+    tape.mark("pre", name)
+    increase = -(-model.vocab_size // model.hidden_size)
+    chunk_rows = min(1 << (-(-spec.tokens // increase) - 1).bit_length(), spec.tokens)
+    grad_input = tape.new("grad_hidden", normed.storage.size_bytes, "activation_grads")
+    grad_input.shift = model.layers  # Liger's RMSNorm writes the last layer's gradient over it
+    weight_bytes = FP32 if spec.autocast else BF16
+    grad_weight: Storage | None = None
+    if spec.weights_trained and tape.grad:
+        grad_weight = tape.new("tied_grad", model.embedding_parameters * weight_bytes, "gradients")
+        if not head.tied:
+            grad_weight.tag = f"grad.{name}"
+    weight_cast = tape.new(
+        "lm_head.weight_cast", model.embedding_parameters * BF16 if spec.autocast else 0, "autocast_cache"
+    )
+    tape.temporary("logits.chunk", chunk_rows * model.vocab_size * BF16, LOGITS)
+    loss = Value(tape.new("loss", 512, "activations"), True)
+    tape.mark("post", name)
+
+    def backward(grad: Storage) -> None:
+        tape.mark("pre_backward", name)
+        if grad_weight is not None and not head.tied:
+            tape.mark("grad", name, model.embedding_parameters, grad_weight.size_bytes)
+        tape.give(normed, tape.hold(grad_input))
+        tape.mark("post_backward", name)
+
+    tape.node(loss, [grad_input], backward)
+    tape.drop(grad_input, normed.storage, weight_cast)
+    return loss, [grad_weight] if grad_weight is not None and head.tied else []

@@ -10,6 +10,7 @@ from dpofit.memory.spec import BF16, FP32, Attention, LayerSpec, Lora
 from dpofit.models.shape import ModelShape
 from dpofit.recipe.recipe import Recipe, ZeroConfig
 
+LIGER_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 NO_REFERENCE = frozenset({"orpo", "simpo"})
 
 
@@ -127,6 +128,16 @@ class Job:
     def trained_parameters(self) -> int:
         return self.model.parameters if self.full else self.model.layers * self.lora_parameters_per_layer
 
+    @property
+    def liger(self) -> bool:
+        """Liger's kernels run: it knows the architecture (llamafactory 0.9.5 model_utils/liger_kernel.py)."""
+        return self.recipe.liger and self.model.model_type in LIGER_MODEL_TYPES
+
+    @property
+    def fused_loss(self) -> bool:
+        """Liger's fused linear cross-entropy replaces the loss; LLaMA-Factory turns it off when logits are needed."""
+        return self.liger and self.recipe.stage == "sft"
+
     # lengths
     @property
     def rows(self) -> int:
@@ -157,7 +168,7 @@ class Job:
             rows=rows,
             tokens_per_row=self.lengths.row_tokens,
             attention=self.attention,
-            liger=self.recipe.liger,
+            liger=self.liger,
             weights_trained=trained and self.full,
             autocast=self.autocast,
             lora=lora,

@@ -35,6 +35,9 @@ class Ops:
         if x.storage.size_bytes == inputs * FP32:
             # autocast casts the fp32 activation anew for every linear; the copy is what backward saves
             cast = tape.new(f"{linear.name}.cast", inputs * BF16, "activations")
+        weight_cast: Storage | None = None
+        if spec.autocast and trained:  # autocast casts an fp32 weight once and keeps the copy (autocast_mode.cpp)
+            weight_cast = tape.new(f"{linear.name}.weight_cast", weight_count * BF16, "autocast_cache")
         if spec.dequantized_bytes_per_weight:
             dequantized = tape.new(f"{linear.name}.dequantized", weight_count * BF16, "workspace")
         out = tape.new(f"{linear.name}.out", spec.tokens * linear.out_features * BF16, "activations")
@@ -49,6 +52,7 @@ class Ops:
             gradient: Storage | None = None
             if x.needs_grad:
                 gradient = tape.new(f"{linear.name}.grad_in", inputs * BF16, "activation_grads")
+                gradient.view = True
             if spec.dequantized_bytes_per_weight:
                 tape.drop(weight)
             if trained:
@@ -62,8 +66,13 @@ class Ops:
                     gradient = wide
                 tape.give(x, gradient)
 
-        tape.node(y, [source] if trained else [], backward, linear.name)
+        saved = [source] if trained else []
+        tape.node(y, [*saved, weight_cast] if weight_cast is not None else saved, backward, linear.name)
         tape.drop(cast)
+        if weight_cast is not None and tape.weight_casts is not None:
+            tape.weight_casts.append(weight_cast)
+        else:
+            tape.drop(weight_cast)
         tape.mark("post", linear.name)
         return y
 
@@ -87,6 +96,8 @@ class Ops:
         tape.mark("pre", f"{name}.lora_A")
         a = tape.new(f"{name}.lora_a", spec.tokens * lora.rank * BF16, "activations")
         tape.mark("post", f"{name}.lora_A")
+        if not tape.grad:
+            tape.drop(saved_in)
         tape.mark("pre", f"{name}.lora_B")
         b = tape.new(f"{name}.lora_b", outputs * BF16, "activations")
         tape.mark("post", f"{name}.lora_B")
@@ -111,6 +122,7 @@ class Ops:
                     tape.drop(low)
                     low = tape.new(f"{name}.grad_lora_down", inputs * BF16, "activation_grads")
                     tape.drop(up)
+                low.view = lora.adapter_bytes == BF16
                 tape.give(x, low)
             tape.mark("postbwd", f"{name}.lora_A")
             tape.drop(a_grad)
@@ -118,17 +130,21 @@ class Ops:
 
         saved = [saved_in, a] if dropped is None else [mask, dropped, a]
         tape.node(y, saved, backward)
-        tape.drop(saved_in, a, base.storage, dropped)
+        tape.drop(saved_in if tape.grad else None, a, base.storage, dropped)
         if lora.dropout:
             tape.drop(mask)
         return y
 
-    def weight_gradient(self, module: str, elements: int, adapter_bytes: int | None = None) -> None:
-        """A weight's gradient appears: bf16, then fp32 when the weight is fp32. The mark's reader frees it."""
+    def weight_gradient(
+        self, module: str, elements: int, adapter_bytes: int | None = None, computed_wide: bool = False
+    ) -> None:
+        """A weight's gradient appears: bf16, then fp32 when the weight is fp32 (`computed_wide`: at once). The mark's
+        reader frees it."""
         wide = self.spec.autocast if adapter_bytes is None else adapter_bytes == FP32
-        narrow = self.tape.new(f"narrow_grad.{module}", elements * BF16, "gradients")
-        gradient = narrow
-        if wide:
+        gradient = narrow = self.tape.new(
+            "new_grad", elements * (FP32 if wide and computed_wide else BF16), "gradients"
+        )
+        if wide and not computed_wide:
             gradient = self.tape.new("wide_grad", elements * FP32, "gradients")
             self.tape.drop(narrow)
         gradient.tag = f"grad.{module}"  # the parameter's own, whichever pass made it
@@ -156,7 +172,7 @@ class Ops:
             low_grad = tape.new(f"{name}.grad_normed", low.size_bytes, "activation_grads")
             if trained:
                 tape.temporary(f"{name}.grad_weight", low.size_bytes)
-                self.weight_gradient(name, width)
+                self.weight_gradient(name, width, computed_wide=wide_in)
             if not x.needs_grad:
                 tape.drop(low_grad)
                 return

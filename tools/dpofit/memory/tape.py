@@ -15,13 +15,15 @@ from dpofit.memory.program import Event, Space
 
 
 class Storage:
-    """Bytes on one device, alive while `holders` > 0. `shift` is the layer it belongs to, relative to the tape's."""
+    """Bytes on one device, alive while `holders` > 0. `shift` is the layer it belongs to, relative to the tape's.
+    `view`: autograd holds it through a view (a 2-d matmul seen as 3-d), so nothing is added to it in place."""
 
-    __slots__ = ("category", "holders", "shift", "size_bytes", "space", "tag")
+    __slots__ = ("category", "holders", "shift", "size_bytes", "space", "tag", "view")
 
     def __init__(self, tag: str, size_bytes: int, category: str, space: Space = "gpu", shift: int = 0) -> None:
         self.tag, self.size_bytes, self.category = tag, size_bytes, category
         self.space, self.shift, self.holders = space, shift, 1
+        self.view = False
 
 
 class Value:
@@ -59,6 +61,7 @@ class Tape:
     def __init__(self, prefix: str = "", grad: bool = True) -> None:
         self.prefix, self.grad = prefix, grad
         self.nodes: list[Node] = []
+        self.weight_casts: list[Storage] | None = None  # autocast's cache, when it outlives the tape's operators
         self._records: list[tuple[Storage, int] | Mark] = []
         self._serial: dict[str, int] = {}
 
@@ -129,12 +132,12 @@ class Tape:
 
     def give(self, value: Value, gradient: Storage) -> None:
         """Hand a gradient (held for the receiver) to `value`. A second one is added in place when nobody else holds
-        the first, else into a new storage (torch/csrc/autograd/input_buffer.cpp accumulate)."""
+        the first and it is no view, else into a new storage (torch/csrc/autograd/input_buffer.cpp accumulate)."""
         if not value.needs_grad:
             self.drop(gradient)
         elif value.grad is None:
             value.grad = gradient
-        elif value.grad.holders == 1:
+        elif value.grad.holders == 1 and not value.grad.view:
             self.drop(gradient)
         else:
             total = self.new("grad_sum", value.grad.size_bytes, "activation_grads")

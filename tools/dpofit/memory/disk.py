@@ -1,0 +1,38 @@
+"""Disk that checkpoints take: one of them, and all that stand at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dpofit.memory.job import Job
+from dpofit.memory.spec import BF16, FP32
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes on the shared output. `total_bytes` counts save_total_limit + 1 checkpoints (the oldest goes only after
+    the new one is written: transformers trainer.py _save_checkpoint) and the final model; one without a limit."""
+
+    checkpoint_bytes: int
+    weights_bytes: int
+    optimizer_bytes: int
+    total_bytes: int
+
+
+def disk_use(job: Job) -> DiskUse:
+    """ZeRO-3: 12 B of optimizer a trained parameter and 2 B of weights; ZeRO-1/2 add the module's own 2 B."""
+    recipe, trained = job.recipe, job.trained_parameters
+    if not recipe.saves:
+        return DiskUse(0, 0, 0, job.model.parameters * BF16 if job.full else trained * job.trained_bytes)
+    weights = (job.model.parameters if job.full else trained) * job.trained_bytes
+    if recipe.save_only_model:
+        optimizer = 0
+    elif recipe.zero is None:
+        optimizer = 2 * (BF16 if recipe.pure_bf16 else FP32) * trained
+        if "8bit" in recipe.optim:
+            optimizer = 2 * trained
+    else:
+        optimizer = 3 * FP32 * trained + (BF16 * trained if recipe.zero.stage < 3 else 0)
+    checkpoint = weights + optimizer
+    kept = recipe.save_total_limit + 1 if recipe.save_total_limit else 1
+    return DiskUse(checkpoint, weights, optimizer, kept * checkpoint + weights)

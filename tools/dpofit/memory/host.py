@@ -1,0 +1,100 @@
+"""Host memory of a node: pinned and pageable bytes of all its ranks, and the native save on rank 0's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dpofit.memory.job import Job
+from dpofit.memory.meter import Peak, phase_peaks
+from dpofit.memory.pinned import pinned_block_bytes
+from dpofit.memory.program import Event, Phase, Program, Repeat
+from dpofit.memory.spec import BF16
+from dpofit.units import GIB
+
+HOST = frozenset({"host_pinned", "host_pageable"})
+# Anonymous memory of one training process before any model: Python, torch, LLaMA-Factory, DeepSpeed and transformers
+# imported and a process group up, measured on CPU with the pinned stack (benchmarks/results/process_rss.json); the
+# CUDA driver's share is not in it.
+PROCESS_BYTES = int(0.9 * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class HostPeak:
+    """Bytes per node. `high_bytes` adds what depends on chance: the last save's model still alive (the reference cycle
+    in deepspeed engine.py _zero3_consolidated_16bit_state_dict), and unsloth gc's blocks of shorter batches."""
+
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    peak_phase: str
+    pinned_bytes: int
+    breakdown: Mapping[str, int]
+
+
+def host_peak(job: Job, program: Program, row_lengths: tuple[int, ...]) -> HostPeak:
+    """Fold the program's host events of one rank into a node's peak. `row_lengths`: tokens of the batches in the mix.
+
+    Pinned memory is never returned to the system (ATen CachingHostAllocator), so its high-water mark stays.
+    """
+    ranks = job.cluster.gpus_per_node
+    per_rank = _sticky_pinned(program)
+    peaks = phase_peaks(per_rank, HOST)
+    save = sum(event.size_bytes for event in _events(program, "save") if event.category == "save_rank0"
+               and event.size_bytes > 0)  # fmt: skip
+    node = [_node_peak(peak, ranks) for peak in peaks]
+    highest = max(node, key=lambda peak: peak.size_bytes)
+    pinned = max(peak.size_bytes for peak in phase_peaks(per_rank, frozenset({"host_pinned"}))) * ranks
+    others = _other_unsloth_blocks(job, row_lengths) * ranks
+    leaked = save if job.recipe.saves else 0
+    breakdown = {**highest.breakdown, "processes": PROCESS_BYTES * ranks}
+    peak_bytes = highest.size_bytes + PROCESS_BYTES * ranks
+    return HostPeak(peak_bytes, peak_bytes, peak_bytes + leaked + others, highest.phase, pinned, breakdown)
+
+
+def _events(program: Program, phase_name: str) -> list[Event]:
+    return [item for phase in program.phases if phase.name == phase_name for item in phase.items
+            if isinstance(item, Event)]  # fmt: skip
+
+
+def _node_peak(peak: Peak, ranks: int) -> Peak:
+    """All ranks do the same at the same time, except the save's copy, which only rank 0 has."""
+    alone = peak.breakdown.get("save_rank0", 0)
+    breakdown = {name: size if name == "save_rank0" else size * ranks for name, size in peak.breakdown.items()}
+    return Peak(peak.phase, peak.step, (peak.size_bytes - alone) * ranks + alone, breakdown)
+
+
+def _sticky_pinned(program: Program) -> Program:
+    """The program as the host sees it: a pinned block once had is kept, and serves the next step."""
+    seen: set[str] = set()
+    phases = []
+    for phase in program.phases:
+        items: list[Event | Repeat] = []
+        for item in phase.items:
+            events = (item,) if isinstance(item, Event) else item.events
+            kept = tuple(event for event in events if event.space != "host_pinned" or _first(event, seen))
+            if isinstance(item, Repeat):
+                items.append(Repeat(kept, item.times, item.first, item.reverse))
+            else:
+                items += kept
+        phases.append(Phase(phase.name, phase.step, tuple(items)))
+    return Program(tuple(phases))
+
+
+def _first(event: Event, seen: set[str]) -> bool:
+    """True for the first allocation under this tag."""
+    if event.size_bytes < 0 or event.tag in seen:
+        return False
+    seen.add(event.tag)
+    return True
+
+
+def _other_unsloth_blocks(job: Job, row_lengths: tuple[int, ...]) -> int:
+    """Unsloth gc's blocks of shorter batches: another power of two, another set of blocks that stays."""
+    if not (job.recipe.use_unsloth_gc and job.recipe.gradient_checkpointing):
+        return 0
+    row_bytes = job.rows * job.model.hidden_size * BF16
+    longest = pinned_block_bytes(job.lengths.row_tokens * row_bytes)
+    blocks = {pinned_block_bytes(math.ceil(length / 8) * 8 * row_bytes) for length in row_lengths} - {longest}
+    return job.model.layers * sum(blocks)
