@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from dpofit.trace.request import TraceRequest
+from dpofit.trace.storages import Recorder, Storage
 
 _SHAPES = {
     # name: (model_type, vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, tied)
@@ -64,11 +65,11 @@ def main() -> None:
     static = sum(s.size_bytes for s in recorder.storages if s.category.endswith("weights"))
     print(f"weights {static:,} B (subtracted below: activations only)")
     unit = request.rows * request.tokens
-    for phase in dict.fromkeys(phase for phase, _ in recorder.events):
+    for phase in dict.fromkeys(mark.phase for mark in recorder.marks):
         peak, at = recorder.peak(phase)
         print(f"{phase:18} peak {peak - static:>16,} B  = {(peak - static) / unit:>14,.2f} B per token")
     peak, at = recorder.peak()
-    print(f"alive at the peak ({recorder.events[at][0]}):")
+    print(f"alive at the peak ({recorder.marks[at].phase}):")
     for storage in recorder.alive_at(at):
         if storage.size_bytes >= options.floor and not storage.category.endswith("weights"):
             _print(storage)
@@ -82,39 +83,33 @@ def main() -> None:
                 _print(storage)
 
 
-def _layer_peak(recorder: object, layer: int) -> None:
+def _layer_peak(recorder: Recorder, layer: int) -> None:
     """The highest point of the last layer's recompute and backward, without what was alive before it."""
-    events, storages = recorder.events, recorder.storages  # type: ignore[attr-defined]
-    marks = [
-        i for i, (phase, code) in enumerate(events)
-        if phase == "backward" and code >= 0 and f"layers.{layer}." in storages[code].module
-    ]  # fmt: skip
-    ends = [
-        i for i, (phase, code) in enumerate(events)
-        if phase == "backward" and code >= 0 and f"layers.{layer - 1}." in storages[code].module
-    ]  # fmt: skip
-    if not marks:
+    marks, storages = recorder.marks, recorder.storages
+    starts = [
+        i for i, m in enumerate(marks) if m.phase == "backward" and f"layers.{layer}." in storages[m.index].module
+    ]
+    ends = [i for i, m in enumerate(marks) if m.phase == "backward" and m.size_bytes > 0
+            and f"layers.{layer - 1}." in storages[m.index].module]  # fmt: skip
+    if not starts:
         return
-    start, end = marks[0], ends[0] if ends else len(events)
     live = best = 0
-    at = start
-    for i in range(start, end):
-        storage = storages[events[i][1] if events[i][1] >= 0 else ~events[i][1]]
-        if storage.space == "gpu":
-            live += storage.size_bytes if events[i][1] >= 0 else -storage.size_bytes
+    at = starts[0]
+    for i in range(starts[0], ends[0] if ends else len(marks)):
+        live += marks[i].size_bytes if marks[i].space == "gpu" else 0
         if live > best:
             best, at = live, i
     print(f"recompute + backward of layer {layer}: {best:,} B above what was alive at its start; alive there:")
-    for storage in recorder.alive_at(at):  # type: ignore[attr-defined]
+    for storage in recorder.alive_at(at):
         if storage.size_bytes >= 1 << 20 and not storage.category.endswith("weights"):
             _print(storage)
 
 
-def _print(s: object) -> None:
-    died = "" if s.died is None else f"{s.died:>6} {s.died_phase[:9]:9} {s.used_by[:26]:26}"  # type: ignore[attr-defined]
+def _print(s: Storage) -> None:
+    died = "" if s.died is None else f"{s.died:>6} {s.died_phase[:9]:9} {s.used_by[:26]:26}"
     print(
-        f"  {s.size_bytes:>14,} {s.dtype:9} {str(list(s.shape)):24} {s.op[:34]:34} {s.born:>6} {s.phase[:9]:9} -> "  # type: ignore[attr-defined]
-        f"{died:43} {s.space if s.space != 'gpu' else ''} {s.module}"  # type: ignore[attr-defined]
+        f"  {s.size_bytes:>14,} {s.dtype:9} {str(list(s.shape)):24} {s.op[:34]:34} {s.born:>6} {s.phase[:9]:9} -> "
+        f"{died:43} {s.space if s.space != 'gpu' else ''} {s.module}"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpofit.trace import kernels, stubs
+from dpofit.trace.device import GPU
 from dpofit.trace.request import TraceRequest
 
 
@@ -160,10 +161,10 @@ def _materialize(model: torch.nn.Module, fake: FakeTensorMode) -> None:
                 if param is None:
                     continue
                 if id(param) not in made:
-                    data = torch.empty(param.shape, dtype=param.dtype)
+                    data = torch.empty(param.shape, dtype=param.dtype, device=GPU)
                     made[id(param)] = torch.nn.Parameter(data, requires_grad=param.requires_grad)
                 module._parameters[name] = made[id(param)]  # type: ignore[assignment]
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=GPU)
     # `made` keys are ids of the meta parameters, alive in `model` until replaced one by one above.

@@ -34,7 +34,7 @@ def sdpa(
         return out[0]
     bias = attn_mask
     if bias.dtype == torch.bool:
-        bias = aten.where(bias, torch.zeros((), dtype=query.dtype), torch.full((), float("-inf"), dtype=query.dtype))
+        bias = aten.where(bias, query.new_zeros(()), query.new_full((), float("-inf")))
     if bias.shape[-1] % 16:
         pad = 16 - bias.shape[-1] % 16
         bias = torch.nn.functional.pad(bias, (0, pad))[..., :-pad]

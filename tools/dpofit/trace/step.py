@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpofit.trace import kernels
 from dpofit.trace.build import arguments, build_model, cuda_semantics
+from dpofit.trace.device import GPU
 from dpofit.trace.request import TraceRequest
 from dpofit.trace.storages import Recorder, StorageMode
 
@@ -40,10 +41,11 @@ def trace_step(request: TraceRequest) -> TracedStep:
             _record_weights(recorder, reference, "reference_weights")
         path = _follow_modules(model)
         recorder.module_path = path
-        mode = StorageMode(recorder, kernels.WORKSPACE, lambda tensor: _scalar(tensor, request))
-        mode.reuse = kernels.accumulate_in_place
+        mode = StorageMode(
+            recorder, kernels.WORKSPACE, lambda tensor: _scalar(tensor, request), kernels.accumulate_in_place
+        )
         trainer = _trainer(request, model, reference)
-        with _unsloth_offload(recorder), fake, mode:
+        with _cuda_is_the_stand_in(), fake, mode:
             for _ in range(request.micro_batches):
                 _micro_batch(request, trainer, recorder)
     return TracedStep(request, recorder, tuple(substitutions))
@@ -80,7 +82,7 @@ def _record_weights(recorder: Recorder, model: torch.nn.Module, category: str) -
     for name, buffer in model.named_buffers():
         recorder.module_path = lambda name=name: name
         recorder.see(buffer, "buffer")
-    recorder.category = "activation"
+    recorder.category = ""
 
 
 def _follow_modules(model: torch.nn.Module) -> Any:
@@ -141,16 +143,16 @@ def _trainer(request: TraceRequest, model: torch.nn.Module, reference: torch.nn.
     trainer.finetuning_args = finetuning_args
     trainer.accelerator = accelerator
     trainer.model = model
-    trainer.args = SimpleNamespace(device=torch.device("cpu"), average_tokens_across_devices=False, n_gpu=1)
+    trainer.args = SimpleNamespace(device=GPU, average_tokens_across_devices=False, n_gpu=1)
     return trainer
 
 
 def _batch(request: TraceRequest) -> dict[str, torch.Tensor]:
     shape = (request.rows, request.tokens)
     return {
-        "input_ids": torch.ones(shape, dtype=torch.int64),
-        "attention_mask": torch.ones(shape, dtype=torch.int64),
-        "labels": torch.ones(shape, dtype=torch.int64),
+        "input_ids": torch.ones(shape, dtype=torch.int64, device=GPU),
+        "attention_mask": torch.ones(shape, dtype=torch.int64, device=GPU),
+        "labels": torch.ones(shape, dtype=torch.int64, device=GPU),
     }
 
 
@@ -159,9 +161,11 @@ def _micro_batch(request: TraceRequest, trainer: Any, recorder: Recorder) -> Non
     with recorder.in_phase("forward"):
         recorder.category = "batch"
         batch = _batch(request)
-        recorder.category = "activation"
+        recorder.category = ""
         if request.stage == "sft":
-            loss = trainer.compute_loss(model, batch, num_items_in_batch=torch.tensor(request.rows * request.tokens))
+            loss = trainer.compute_loss(
+                model, batch, num_items_in_batch=torch.tensor(request.rows * request.tokens, device=GPU)
+            )
         else:
             with _phases_of_dpo(trainer, recorder):
                 loss, _ = trainer.get_batch_loss_metrics(model, batch)
@@ -191,19 +195,13 @@ def _phases_of_dpo(trainer: Any, recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _unsloth_offload(recorder: Recorder) -> Iterator[None]:
-    """LLaMA-Factory's unsloth gc moves hidden states with `.to("cpu")` and `.to("cuda")`: on fake CPU tensors both
-    become copies, the first one in pinned host memory (ATen TensorConversions: non_blocking copies to the CPU pin)."""
+def _cuda_is_the_stand_in() -> Iterator[None]:
+    """LLaMA-Factory's unsloth gc says `.to("cuda")` and marks its autograd function for CUDA's autocast."""
     to = torch.Tensor.to
 
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and args[0] in ("cpu", "cuda") and kwargs.get("non_blocking"):
-            before = recorder.space, recorder.category
-            if args[0] == "cpu":
-                recorder.space, recorder.category = "host_pinned", "checkpoints"
-            copy = torch.empty_like(self)
-            recorder.space, recorder.category = before
-            return copy
+        if args and args[0] == "cuda":
+            args = (GPU, *args[1:])
         return to(self, *args, **kwargs)
 
     with (

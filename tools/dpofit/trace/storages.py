@@ -3,87 +3,94 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from dpofit.trace.device import space_of
 
 aten = torch.ops.aten
 
 
 @dataclass(slots=True)
 class Storage:
-    """One storage: `born` and `died` count operations; `died` is None while it lives."""
+    """One storage; `born` and `died` count operations, `died` is None while it lives."""
 
     index: int
     size_bytes: int
     op: str
-    module: str
+    module: str  # the module whose forward made it, "" in backward
     phase: str
+    step: int
     born: int
     category: str
-    space: str = "gpu"
-    died: int | None = None
+    space: str
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    died: int | None = None
     died_phase: str = ""
     used_by: str = ""  # the operation that ran just before it died
 
 
+class Mark(NamedTuple):
+    """A birth (`size_bytes` > 0) or death (< 0) of storage `index` in a phase of a step."""
+
+    phase: str
+    step: int
+    index: int
+    size_bytes: int
+    space: str
+
+
 @dataclass
 class Recorder:
-    """What happened, in order: +index is a birth, -index-1 a death."""
+    """What happened, in order."""
 
     storages: list[Storage] = field(default_factory=list)
-    events: list[tuple[str, int]] = field(default_factory=list)  # (phase, +index / ~index)
+    marks: list[Mark] = field(default_factory=list)
     ops: int = 0
-    op_counts: Counter[str] = field(default_factory=Counter)
-    phase: str = "init"
-    space: str = "gpu"
-    category: str = "activation"
+    phase: str = "load"
+    step: int = 0
+    category: str = ""  # given to every storage born while it's set
     module_path: Callable[[], str] = lambda: ""
     last_op: str = ""
+    _alive: dict[int, int] = field(default_factory=dict)  # address of a living storage -> its index
 
-    def __post_init__(self) -> None:
-        # Finalizers keep storages identified by the id of their wrapper, which lives as long as the storage does.
-        self._alive: dict[int, int] = {}
-
-    def see(self, tensor: torch.Tensor, op: str, size_bytes: int | None = None) -> None:
-        """Record the storage of `tensor` if it's new."""
+    def see(self, tensor: torch.Tensor, op: str, pinned: bool = False, size_bytes: int | None = None) -> None:
+        """Record the storage of `tensor` if it's new; `size_bytes` where its true size isn't the fake's."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
             return
-        index = self._birth(
-            storage.nbytes() if size_bytes is None else size_bytes, op, tuple(tensor.shape), str(tensor.dtype)[6:]
-        )
+        size = storage.nbytes() if size_bytes is None else size_bytes
+        if not size:
+            return
+        index = self._birth(size, op, space_of(tensor.device, pinned), tuple(tensor.shape), str(tensor.dtype)[6:])
         self._alive[key] = index
         weakref.finalize(storage, self._death, key, index).atexit = False
 
     def transient(self, size_bytes: int, op: str) -> None:
-        """A kernel's workspace: born and gone within the operation."""
+        """A kernel's workspace on the card: born and gone within the operation."""
         if size_bytes > 0:
-            index = self._birth(size_bytes, op, (), "workspace")
-            self._record_death(index)
+            self._record_death(self._birth(size_bytes, op, "gpu", (), "workspace"))
 
-    def set_category(self, tensor: torch.Tensor, category: str, space: str = "gpu") -> None:
+    def categorize(self, tensor: torch.Tensor, category: str) -> None:
         index = self._alive.get(tensor.untyped_storage()._cdata)
         if index is not None:
             self.storages[index].category = category
-            self.storages[index].space = space
 
-    def _birth(self, size_bytes: int, op: str, shape: tuple[int, ...], dtype: str) -> int:
+    def _birth(self, size: int, op: str, space: str, shape: tuple[int, ...], dtype: str) -> int:
         index = len(self.storages)
+        module = self.module_path()
         self.storages.append(
-            Storage(index, size_bytes, op, self.module_path(), self.phase, self.ops, self.category, self.space,
-                    shape=shape, dtype=dtype)
-        )  # fmt: skip
-        self.events.append((self.phase, index))
+            Storage(index, size, op, module, self.phase, self.step, self.ops, self.category, space, shape, dtype)
+        )
+        self.marks.append(Mark(self.phase, self.step, index, size, space))
         return index
 
     def _death(self, key: int, index: int) -> None:
@@ -94,7 +101,7 @@ class Recorder:
     def _record_death(self, index: int) -> None:
         storage = self.storages[index]
         storage.died, storage.died_phase, storage.used_by = self.ops, self.phase, self.last_op
-        self.events.append((self.phase, ~index))
+        self.marks.append(Mark(self.phase, self.step, index, -storage.size_bytes, storage.space))
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
@@ -102,26 +109,25 @@ class Recorder:
         yield
         self.phase = before
 
-    def peak(self, phase: str | None = None, space: str = "gpu") -> tuple[int, int]:
-        """(bytes, event index) of the highest point of `phase`, or of the whole run."""
+    def peak(self, phase: str | None = None, step: int | None = None, space: str = "gpu") -> tuple[int, int]:
+        """(bytes, position in `marks`) of the highest point of a phase of a step; None is any."""
         live = best = 0
         best_at = -1
-        for position, (event_phase, code) in enumerate(self.events):
-            storage = self.storages[code if code >= 0 else ~code]
-            if storage.space != space:
+        for position, mark in enumerate(self.marks):
+            if mark.space != space:
                 continue
-            live += storage.size_bytes if code >= 0 else -storage.size_bytes
-            if (phase is None or event_phase == phase) and live > best:
+            live += mark.size_bytes
+            if live > best and phase in (None, mark.phase) and step in (None, mark.step):
                 best, best_at = live, position
         return best, best_at
 
     def alive_at(self, position: int, space: str = "gpu") -> list[Storage]:
         alive: dict[int, Storage] = {}
-        for _, code in self.events[: position + 1]:
-            if code >= 0:
-                alive[code] = self.storages[code]
+        for mark in self.marks[: position + 1]:
+            if mark.size_bytes > 0:
+                alive[mark.index] = self.storages[mark.index]
             else:
-                alive.pop(~code, None)
+                alive.pop(mark.index, None)
         return [storage for storage in alive.values() if storage.space == space]
 
 
@@ -129,40 +135,46 @@ Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]
 
 
 class StorageMode(TorchDispatchMode):
-    """Sees every operation under autograd; corrects the known differences of a dispatch-level trace (see kernels.py)."""
+    """Sees every operation below autograd, and answers what only real values could (`kernels.py` has the reasons)."""
 
-    def __init__(self, recorder: Recorder, workspace: dict[Any, Workspace], scalar: Callable[[torch.Tensor], Any]):
+    def __init__(
+        self,
+        recorder: Recorder,
+        workspace: dict[Any, Workspace],
+        scalar: Callable[[torch.Tensor], Any],
+        reuse: Callable[[Any, tuple[Any, ...]], torch.Tensor | None],
+    ):
         super().__init__()
-        self.recorder, self.workspace, self.scalar = recorder, workspace, scalar
-        self.reuse: Callable[[Any, tuple[Any, ...]], torch.Tensor | None] = lambda func, args: None
+        self.recorder, self.workspace, self.scalar, self.reuse = recorder, workspace, scalar, reuse
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         recorder = self.recorder
         name = func.name().removeprefix("aten::")
+        if name.startswith("prim::"):  # a question about the tensor, not work
+            return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:  # .item(): a read on the host, no GPU memory
             return self.scalar(args[0])
         if func is aten.equal.default:  # likewise; Liger scales its gradients in place when the answer is no
             return False
+        recorder.ops += 1
+        recorder.last_op = name
         if func is aten.nonzero.default:  # the most there can be: every position counts
             out = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
-            recorder.see(out, name)
-            return out
-        if func is aten.scatter_add.default:
+        elif func is aten.scatter_add.default:
             # gather's backward is in place for plain tensors, out of place for tensor subclasses
             # (torch 2.13 FunctionsManual.cpp gather_backward, areAnyTensorSubclassLike)
             return aten.scatter_add_.default(*args, **kwargs)
-        if name.startswith("prim::"):  # a question about the tensor, not work
-            return func(*args, **kwargs)
-        recorder.ops += 1
-        recorder.last_op = name
-        reused = self.reuse(func, args)
-        if reused is not None:
-            return reused
-        out = func(*args, **kwargs)
+        else:
+            reused = self.reuse(func, args)
+            if reused is not None:
+                return reused
+            out = func(*args, **kwargs)
+        # ATen TensorConversions.cpp: a non-blocking copy to the CPU lands in pinned memory
+        pinned = func is aten._to_copy.default and bool(kwargs.get("non_blocking"))
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
-                recorder.see(tensor, name)
+                recorder.see(tensor, name, pinned)
         size = self.workspace.get(func)
         if size is not None:  # beside the output, which is allocated first
             recorder.transient(size(args, kwargs), name)
