@@ -1,0 +1,1 @@
+"""Reads training logs and says what went wrong first."""

@@ -1,0 +1,208 @@
+"""From what the logs hold to the one thing that went wrong first, and what only followed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from dpofit.doctor import lines
+from dpofit.doctor.checks import EVENT_CHECKS, Details, when
+from dpofit.doctor.facts import Event, LogFacts, Place
+from dpofit.doctor.health import HEALTH_CHECKS
+from dpofit.doctor.knowledge import Diagnosis
+from dpofit.findings import Evidence, Finding
+
+BEFORE_BYTES = 64 << 10  # `before` patterns must stand within this much of log above the match
+LONG_BEFORE_SECONDS = 60  # a "consequence" that came this much earlier did not follow from the later failure
+SHOWN_EVIDENCE = 3
+SHOWN_TELLING = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A diagnosis that holds: the event, what fills its texts, and which run of its log it belongs to."""
+
+    diagnosis: Diagnosis
+    event: Event
+    details: Details
+    log: int
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the doctor says. `followed` are diagnoses that only follow from the first finding."""
+
+    findings: tuple[Finding, ...]
+    root: Event | None
+    followed: tuple[Evidence, ...]
+    telling_lines: tuple[Evidence, ...]
+
+
+def report(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> Report:
+    """The first root cause, then true remarks that did not end the run; or nothing but telling lines."""
+    cases = _holding(logs, diagnoses)
+    root = _root(cases, logs)
+    health = _health(logs, diagnoses)
+    advice = [case for case in cases if case.diagnosis.role == "advice" and _in_last_run(case, logs)]
+    advice = list({case.diagnosis.id: case for case in reversed(advice)}.values())[::-1]
+    findings = [_finding(case, cases, logs) for case in ([root] if root else []) + health + advice]
+    if root is None and not any(finding.severity == "error" for finding in findings):
+        findings = [finding for finding in findings if finding.id != "data.loss-at-start"] or findings
+    followed = [
+        Evidence(_where(case.event.place), f"{case.diagnosis.id}: {lines.shown(case.event.place.text)}")
+        for case in _first_of_each(cases)
+        if root and case.diagnosis.role != "advice" and case.diagnosis.id != root.diagnosis.id and case.run == root.run
+    ]
+    return Report(tuple(findings), root.event if root else None, tuple(followed), _telling(logs, bool(findings)))
+
+
+def _holding(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> list[Case]:
+    """Events whose conditions hold, without those that a more specific one of the same line replaces."""
+    seen = {pattern for log in logs for pattern in log.contexts}
+    cases: list[Case] = []
+    for number, log in enumerate(logs):
+        for event in log.events:
+            diagnosis = diagnoses[event.diagnosis]
+            if diagnosis.phase and event.place.phase not in diagnosis.phase:
+                continue
+            if diagnosis.before and not _stands_before(log, diagnosis.before, event.place.offset):
+                continue
+            if any(pattern in seen for pattern in diagnosis.unless):
+                continue
+            check = EVENT_CHECKS.get(diagnosis.check)
+            details = check(event, log) if check else {}
+            if details is None:
+                continue
+            run = sum(launch.offset < event.place.offset for launch in log.launches)
+            cases.append(Case(diagnosis, event, {**when(event), **event.groups, **details}, number, run))
+    replaced = {
+        (case.log, case.event.place.offset, less) for case in cases for less in case.diagnosis.refines
+    }
+    return [case for case in cases if (case.log, case.event.place.offset, case.diagnosis.id) not in replaced]
+
+
+def _stands_before(log: LogFacts, patterns: Sequence[str], offset: int) -> bool:
+    return any(
+        offset - BEFORE_BYTES <= seen <= offset for pattern in patterns for seen in log.contexts.get(pattern, ())
+    )
+
+
+def _root(cases: Sequence[Case], logs: Sequence[LogFacts]) -> Case | None:
+    """The first cause of the last run, or what is left when all else follows from something not in the logs."""
+    cases = [case for case in cases if case.diagnosis.role != "advice" and not _recovered(case, logs)]
+    ids = {case.diagnosis.id for case in cases}
+    explained = {other for case in cases for other in case.diagnosis.explains} & ids
+    cases = [case for case in cases if case.diagnosis.id not in explained]
+    current = [case for case in cases if _in_last_run(case, logs)]
+    if not any(case.diagnosis.role == "cause" and not case.diagnosis.left_by_earlier_run for case in current):
+        # nothing, a mere consequence, or the remains of an earlier run: the cause may stand further up
+        if not current:
+            return None
+        current = [case for case in cases if case.diagnosis.role == "cause"] + current
+    causes = [case for case in current if case.diagnosis.role == "cause"]
+    consequences = [case for case in current if case.diagnosis.role == "consequence"]
+    first = _first(causes)
+    early = _first(consequences)
+    if first is None:
+        return early
+    if early and early.log == first.log and _seconds_before(early.event, first.event) > LONG_BEFORE_SECONDS:
+        return early
+    return first
+
+
+def _recovered(case: Case, logs: Sequence[LogFacts]) -> bool:
+    """The training loop of the same run ended well after it: it was caught and retried."""
+    log, place = logs[case.log], case.event.place
+    next_launch = next((launch.offset for launch in log.launches if launch.offset > place.offset), log.size_bytes + 1)
+    return any(place.offset < done.offset < next_launch for done in log.done)
+
+
+def _in_last_run(case: Case, logs: Sequence[LogFacts]) -> bool:
+    return case.run == len(logs[case.log].launches)
+
+
+def _first(cases: Sequence[Case]) -> Case | None:
+    """The earliest: by time where all have one, else by log and line."""
+    if not cases:
+        return None
+    firsts: dict[int, Case] = {}
+    for case in cases:
+        known = firsts.get(case.log)
+        if known is None or case.event.place.offset < known.event.place.offset:
+            firsts[case.log] = case
+    if all(case.event.place.time for case in firsts.values()):
+        return min(firsts.values(), key=lambda case: (case.event.place.time or "", case.log))
+    return firsts[min(firsts)]
+
+
+def _seconds_before(earlier: Event, later: Event) -> float:
+    times = [_clock(event.place.time) for event in (earlier, later)]
+    if times[0] is None or times[1] is None:
+        return 0.0
+    return (times[1] - times[0]).total_seconds()
+
+
+def _clock(time: str | None) -> datetime | None:
+    try:
+        return datetime.strptime(f"2000-{time}", "%Y-%m-%d %H:%M:%S.%f") if time else None
+    except ValueError:  # digits that only look like a time
+        return None
+
+
+def _health(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> list[Case]:
+    found: dict[str, Case] = {}
+    for number, log in enumerate(logs):
+        started = log.launches[-1].offset if log.launches else -1
+        records = [record for record in log.metrics if record.place.offset > started]
+        for diagnosis in diagnoses.values():
+            check = HEALTH_CHECKS.get(diagnosis.check)
+            event = check(records, log) if check and records else None
+            if event and diagnosis.id not in found:
+                details = {**when(event), **event.groups}
+                found[diagnosis.id] = Case(diagnosis, event, details, number, len(log.launches))
+    return list(found.values())
+
+
+def _first_of_each(cases: Sequence[Case]) -> list[Case]:
+    return list({case.diagnosis.id: case for case in reversed(cases)}.values())[::-1]
+
+
+def _finding(case: Case, cases: Sequence[Case], logs: Sequence[LogFacts]) -> Finding:
+    same = [other.event.place for other in cases if other.diagnosis.id == case.diagnosis.id and other.run == case.run]
+    places = [case.event.place] + [place for place in same if place != case.event.place]
+    marks = [save for save in logs[case.log].saves if save.offset < case.event.place.offset]
+    if "save" in case.diagnosis.phase and marks:
+        places.insert(1, marks[-1])
+    evidence = tuple(Evidence(_where(place), lines.shown(place.text)) for place in places[:SHOWN_EVIDENCE])
+    values = _Missing(case.details)
+    diagnosis = case.diagnosis
+    return Finding(
+        diagnosis.id,
+        diagnosis.severity,
+        " ".join(diagnosis.title.format_map(values).split()),
+        evidence,
+        " ".join(diagnosis.cause.format_map(values).split()),
+        diagnosis.fix,
+    )
+
+
+class _Missing(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+def _telling(logs: Sequence[LogFacts], diagnosed: bool) -> tuple[Evidence, ...]:
+    """For a log without a diagnosis: its first and last lines that sound like trouble, then how it ends."""
+    if diagnosed:
+        return ()
+    places: dict[tuple[str, int], Place] = {}
+    for log in logs:
+        for place in [*log.telling_first, *log.telling_last, *log.tail]:
+            places.setdefault((place.file, place.line), place)
+    return tuple(Evidence(_where(place), lines.shown(place.text)) for place in list(places.values())[:SHOWN_TELLING * len(logs)])
+
+
+def _where(place: Place) -> str:
+    return f"{place.file}:{place.line}"

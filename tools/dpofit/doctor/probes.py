@@ -1,0 +1,130 @@
+"""What a scan looks for: every pattern of every diagnosis, and the marks that tell where a run was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dpofit.doctor.facts import Event, HostReading, LogFacts, Metrics, Place
+from dpofit.doctor.knowledge import Diagnosis, Phase, required_literals
+
+KEPT_EVENTS = 32
+KEPT_METRICS = 4_096
+
+# A phase begins at one of these lines and ends at the next mark, or when the training bar moves on.
+PHASE_MARKS: tuple[tuple[Phase, str], ...] = (
+    ("data", r"Running tokenizer on dataset|Converting format of dataset"),
+    ("load", r"Loading checkpoint shards|Loading weights:|loading weights file|under default dtype torch"),
+    ("init", r"Creating fp16 ZeRO|Creating BF16|Loading extension module|DeepSpeedZeRoOffload initialize"),
+    ("init", r"[Ii]nitializing optimizer states|Creating extension directory|Creating ZeRO Offload"),
+    ("train", r"\*\*\*\*\* Running training \*\*\*\*\*"),
+    ("eval", r"Running Evaluation \*\*\*\*\*|Running evaluation \*\*\*\*\*|Running Prediction \*\*\*\*\*"),
+    ("save", r"Saving model checkpoint|\[Torch\] Saving |Saving the full checkpoint|Saving Torch Checkpoint"),
+    ("save", r"zero checkpoint saved|\[Torch\] Checkpoint \S+ is ready"),
+    ("done", r"'?train_runtime'?\s*[=:]|Training completed\. Do not forget"),
+)
+LAUNCHED = r"Initializing \d+ distributed tasks at|Starting elastic_operator with launch configs"
+RESTARTED = r"attempts left; will restart worker group"
+METRICS = r"'loss': '?[-\dn.i].{0,40}'(?:grad_norm|learning_rate|rewards/\w+|epoch)'"
+HOST_READING = r"CPU Virtual Memory:\s+used = ([\d.]+) GB, percent = ([\d.]+)%"
+
+Take = Callable[[LogFacts, Place, re.Match[bytes]], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """A regular expression, the literals without which it can't match, and what takes its match."""
+
+    pattern: re.Pattern[bytes]
+    literals: tuple[bytes, ...]
+    take: Take
+
+
+def all_probes(diagnoses: dict[str, Diagnosis]) -> list[Probe]:
+    """All patterns of all diagnoses, their `before` and `unless`, and the engine's own marks."""
+    contexts = sorted({pattern for each in diagnoses.values() for pattern in (*each.before, *each.unless)})
+    return [
+        *_own_probes(),
+        *(_probe(pattern, _event(each.id)) for each in diagnoses.values() for pattern in each.match),
+        *(_probe(pattern, _context(pattern)) for pattern in contexts),
+    ]
+
+
+def _probe(pattern: str, take: Take) -> Probe:
+    return Probe(re.compile(pattern.encode()), required_literals(pattern), take)
+
+
+def _own_probes() -> Iterator[Probe]:
+    for phase, pattern in PHASE_MARKS:
+        yield _probe(pattern, _mark(phase))
+    yield _probe(METRICS, lambda facts, place, match: keep_metrics(facts, place))
+    yield _probe(LAUNCHED, lambda facts, place, match: _keep(facts.launches, place))
+    yield _probe(RESTARTED, lambda facts, place, match: _keep(facts.restarts, place))
+    yield _probe(HOST_READING, _keep_reading)
+
+
+def _keep(kept: list, value: object) -> None:
+    """Appends; past KEPT_EVENTS the last one is replaced, so that first ones and the very last stay."""
+    if len(kept) < KEPT_EVENTS:
+        kept.append(value)
+    else:
+        kept[-1] = value
+
+
+def _event(diagnosis: str) -> Take:
+    def take(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:
+        if sum(event.diagnosis == diagnosis for event in facts.events) < KEPT_EVENTS:
+            groups = {name: text.decode("utf-8", "replace") for name, text in match.groupdict().items() if text}
+            facts.events.append(Event(diagnosis, place, groups))
+
+    return take
+
+
+def _context(pattern: str) -> Take:
+    def take(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:
+        _keep(facts.contexts.setdefault(pattern, []), place.offset)
+
+    return take
+
+
+def _mark(phase: Phase) -> Take:
+    def take(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:
+        step = None if place.step is None or place.steps is None else (place.step, place.steps)
+        facts.phase_mark = (phase, step)
+        if phase == "done":
+            _keep(facts.done, place)
+        elif phase == "save":
+            _keep(facts.saves, place)
+
+    return take
+
+
+def _keep_reading(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:
+    try:
+        _keep(facts.readings, HostReading(place, float(match[1]), float(match[2])))
+    except ValueError:  # "1.2.3": torn digits
+        return
+
+
+_VALUE = r"'%s': '?(-?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))"
+_VALUES = tuple(
+    re.compile((_VALUE % key).encode())
+    for key in ("loss", "grad_norm", "rewards/margins", "rewards/chosen", "rewards/rejected")
+)
+
+
+def keep_metrics(facts: LogFacts, place: Place) -> None:
+    """Keeps a logged record; past KEPT_METRICS every other one of the later half is dropped."""
+
+    def value(pattern: re.Pattern[bytes]) -> float | None:
+        match = pattern.search(place.text)
+        try:
+            return float(match[1]) if match else None
+        except ValueError:  # a torn number
+            return None
+
+    facts.metrics.append(Metrics(place, *(value(pattern) for pattern in _VALUES)))
+    if len(facts.metrics) > KEPT_METRICS:
+        half = KEPT_METRICS // 2
+        facts.metrics[half:] = facts.metrics[half::2]
