@@ -180,8 +180,8 @@ class AttentionOps:
             tape.give(k, tape.new("attention.dk", spec.key, "activation_grads"))
             tape.drop(d_scaled)
 
-        tape.node(out, [q.storage, k_wide if repeats > 1 else k.storage, v_wide if repeats > 1 else v.storage,
-                        softmax, weights], backward)  # fmt: skip
+        keys, values = (k_wide, v_wide) if repeats > 1 else (k.storage, v.storage)
+        tape.node(out, [q.storage, keys, values, softmax], backward)
         if not (tape.grad and out.needs_grad):
             tape.drop(weights)  # else dropped where the matmul with v lets go of it
         tape.drop(k_wide, v_wide, softmax, q.storage, k.storage, v.storage)

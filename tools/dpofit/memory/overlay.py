@@ -103,10 +103,14 @@ class Decisions:
     runs: tuple[tuple[Run, ...], ...]
     final: tuple[Effect, ...]
     ids: ModuleIds
+    overlap: bool
 
 
-def decide(parts: Sequence[Part], engines: Sequence[Engine], reducer: Reducer | None, ids: ModuleIds) -> Decisions:
-    """Without engines no parameter moves (below stage 3); without a reducer gradients stay."""
+def decide(
+    parts: Sequence[Part], engines: Sequence[Engine], reducer: Reducer | None, ids: ModuleIds, overlap: bool = False
+) -> Decisions:
+    """Without engines no parameter moves (below stage 3); without a reducer gradients stay. `overlap`: overlap_comm,
+    gathers and reductions have streams, and so memory pools, of their own."""
     marks = [[record for record in part.records if isinstance(record, Mark)] for part in parts]
     hooks = {engine.name: _hooks(parts, marks, engine, ids) for engine in engines}
     runs = [
@@ -114,7 +118,7 @@ def decide(parts: Sequence[Part], engines: Sequence[Engine], reducer: Reducer | 
         for part, part_marks in zip(parts, marks, strict=True)
     ]
     final = tuple(_reduced(reducer.flush(), 0)) if reducer is not None else ()
-    return Decisions(tuple(runs), final, ids)
+    return Decisions(tuple(runs), final, ids, overlap)
 
 
 def _runs(
@@ -214,18 +218,18 @@ def lay(parts: Sequence[Part], decisions: Decisions) -> dict[str, list[Event | R
         items = phases.setdefault(part.phase, [])
         for run in runs:
             if run.first is None:
-                items += _expand(part, None, run.decision, decisions.ids)
+                items += _expand(part, None, run.decision, decisions)
             elif run.times == 1:
-                items += _expand(part, run.first, run.decision, decisions.ids)
+                items += _expand(part, run.first, run.decision, decisions)
             else:
-                events = tuple(_expand(part, None, run.decision, decisions.ids))
+                events = tuple(_expand(part, None, run.decision, decisions))
                 items.append(Repeat(events, run.times, run.first, part.reverse))
     for effect in decisions.final:
-        phases.setdefault("backward", []).extend(_events(effect, "policy", decisions.ids))
+        phases.setdefault("backward", []).extend(_events(effect, "policy", decisions))
     return phases
 
 
-def _expand(part: Part, layer: int | None, decision: Decision, ids: ModuleIds) -> list[Event]:
+def _expand(part: Part, layer: int | None, decision: Decision, decisions: Decisions) -> list[Event]:
     """The part's events with each mark replaced; written out for `layer` when given."""
     out: list[Event] = []
     marks = iter(decision)
@@ -236,7 +240,7 @@ def _expand(part: Part, layer: int | None, decision: Decision, ids: ModuleIds) -
             out.append(record)
             continue
         for effect in next(marks):
-            for event in _events(effect, part.engine, ids):
+            for event in _events(effect, part.engine, decisions):
                 if layer is not None and not effect.absolute:
                     event = event._replace(tag=f"{event.tag}#{layer + event.shift}", shift=0)
                 out.append(event)
@@ -246,13 +250,13 @@ def _expand(part: Part, layer: int | None, decision: Decision, ids: ModuleIds) -
 _CATEGORY = {"gather": "gathered", "flat": "gathered", "grad": "gradients"}
 
 
-def _events(effect: Effect, engine: str, ids: ModuleIds) -> list[Event]:
+def _events(effect: Effect, engine: str, decisions: Decisions) -> list[Event]:
     if effect.kind == "copy":
-        copy = Event("reduce_copy", effect.size_bytes, "buckets", "gpu", "reduce")
+        copy = Event("reduce_copy", effect.size_bytes, "buckets", "gpu", "reduce" if decisions.overlap else "compute")
         return [copy, copy._replace(size_bytes=-copy.size_bytes)]
-    name = ids.name(effect.where)
+    name = decisions.ids.name(effect.where)
     tag = f"grad.{name}" if effect.kind == "grad" else f"{engine}.{effect.kind}.{name}"
-    stream = "compute" if effect.kind == "grad" else "gather"
+    stream = "compute" if effect.kind == "grad" or not decisions.overlap else f"{engine}.gather"
     layer = effect.where // LAYER_STRIDE
     if not effect.absolute:
         return [Event(tag, effect.size_bytes, _CATEGORY[effect.kind], "gpu", stream, layer)]

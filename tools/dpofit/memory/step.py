@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from dpofit.memory.job import Job
-from dpofit.memory.overlay import OUTSIDE, Engine, Reducer, decide, lay
+from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, decide, lay
 from dpofit.memory.parts import Part, evaluation, micro_batch
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Phase, Program, Repeat
@@ -18,18 +19,39 @@ from dpofit.memory.zero3 import ModuleIds, persistent_elements
 Items = list[Event | Repeat]
 
 
-def build_program(job: Job) -> Program:
-    """Everything one rank allocates, in order; host events are this rank's too, `save` is rank 0's."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What DeepSpeed does at each mark of a first and of a steady step: the same at every length."""
+
+    sizes: ZeroSizes | None
+    first: Decisions
+    steady: Decisions
+
+
+def plan_steps(job: Job) -> Plan:
+    """Work out the coordinator and the gradient buckets once for all lengths of `job`."""
     sizes = zero_sizes(job) if job.recipe.zero else None
     parts = micro_batch(job)
-    reducer_world = job.world_size if job.zero_stage >= 2 else 0
+    return Plan(sizes, _decide(job, sizes, parts, traced=False), _decide(job, sizes, parts, traced=True))
+
+
+def _decide(job: Job, sizes: ZeroSizes | None, parts: list[Part], traced: bool) -> Decisions:
+    ids = ModuleIds(OUTSIDE)
+    reducer = Reducer(sizes.reduce_bucket, job.world_size) if sizes is not None and job.zero_stage >= 2 else None
+    return decide(parts, _engines(job, sizes, ids, traced), reducer, ids, job.zero_stage > 0 and job.zero.overlap_comm)
+
+
+def build_program(job: Job, plan: Plan) -> Program:
+    """Everything one rank allocates, in order; host events are this rank's too, `save` is rank 0's."""
+    sizes = plan.sizes
+    parts = micro_batch(job)
     lasting, lazy = _optimizer_split(job, sizes)
     phases = [
         Phase("load", 0, tuple(_load(job))),
         Phase("init", 0, tuple(_init(job, sizes, lasting))),
+        *_step(job, sizes, parts, 1, plan.first, lazy),
+        *_step(job, sizes, parts, 2, plan.steady, []),
     ]
-    phases += _step(job, sizes, parts, step=1, reducer_world=reducer_world, appearing=lazy)
-    phases += _step(job, sizes, parts, step=2, reducer_world=reducer_world, appearing=[])
     if job.recipe.evaluates:
         ids, eval_parts = ModuleIds(OUTSIDE), evaluation(job)
         laid = lay(eval_parts, decide(eval_parts, _engines(job, sizes, ids, traced=False), None, ids))
@@ -37,6 +59,11 @@ def build_program(job: Job) -> Program:
     if job.recipe.saves:
         phases.append(Phase("save", 2, tuple(_save(job))))
     return Program(tuple(phases))
+
+
+def steady_step(job: Job, plan: Plan) -> Program:
+    """One steady step alone, for a mix of lengths."""
+    return Program(tuple(_step(job, plan.sizes, micro_batch(job), 2, plan.steady, [])))
 
 
 def _allocate(states: list[State]) -> Items:
@@ -139,38 +166,35 @@ def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int
 
 
 def _step(
-    job: Job, sizes: ZeroSizes | None, parts: list[Part], step: int, reducer_world: int, appearing: list[State]
+    job: Job, sizes: ZeroSizes | None, parts: list[Part], step: int, decisions: Decisions, appearing: list[State]
 ) -> list[Phase]:
-    reducer = None
     buffers: Items = []
-    if reducer_world and sizes is not None:
-        reducer = Reducer(sizes.reduce_bucket, reducer_world)
     if job.zero_stage in (1, 2) and sizes is not None:
         copies = 2 if job.zero.overlap_comm else 1
         size_bytes = copies * min(sizes.reduce_bucket, job.trained_parameters) * BF16
         buffers = [Event("ipg_buckets", size_bytes, "buckets", "gpu", "compute")]
-    ids = ModuleIds(OUTSIDE)
-    decisions = decide(parts, _engines(job, sizes, ids, traced=step > 1), reducer, ids)
     laid = lay(parts, decisions)
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
     backward = buffers + laid["backward"]
-    kept = reducer is None
+    gradients_stay = job.zero_stage < 2
     partition = _partition_gradients(job)
     if partition:
         backward.insert(0, Event("grads_in_partition", partition, "gradients"))
     phases.append(Phase("backward", step, tuple(backward)))
-    if job.recipe.gradient_accumulation > 1 and kept:
+    if job.recipe.gradient_accumulation > 1 and gradients_stay:
         phases.append(Phase("accumulate", step, tuple(_accumulate(parts))))
-    items: Items = []
-    if buffers:
-        items.append(buffers[0]._replace(size_bytes=-buffers[0].size_bytes))  # type: ignore[union-attr]
+    items = [_end(event) for event in buffers if isinstance(event, Event)]
     items += _optimizer_step(job, sizes, appearing)
     if partition:
         items.append(Event("grads_in_partition", -partition, "gradients"))
-    if kept:
+    if gradients_stay:
         items += _zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))
     return phases
+
+
+def _end(event: Event) -> Event | Repeat:
+    return event._replace(size_bytes=-event.size_bytes)
 
 
 def _partition_gradients(job: Job) -> int:
@@ -178,11 +202,6 @@ def _partition_gradients(job: Job) -> int:
     if job.zero_stage not in (1, 2) or job.zero.offload_optimizer != "none":
         return 0
     return math.ceil(job.trained_parameters / job.world_size) * BF16
-
-
-def _gradient_marks(parts: list[Part]) -> list[tuple[Part, Mark]]:
-    return [(part, record) for part in parts for record in part.records
-            if isinstance(record, Mark) and record.kind == "grad"]  # fmt: skip
 
 
 def _zero_grad(parts: list[Part]) -> Items:

@@ -1,0 +1,146 @@
+"""From a Job to its prediction: peaks of GPU, host and disk, an interval around each, and a verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from dpofit.memory.disk import DiskUse, disk_use
+from dpofit.memory.host import HostPeak, host_peak
+from dpofit.memory.job import Job, Lengths
+from dpofit.memory.meter import Peak, highest, phase_peaks
+from dpofit.memory.overhead import Overhead, overhead
+from dpofit.memory.program import PHASES, Program
+from dpofit.memory.reserve import Reserved, reserved
+from dpofit.memory.scope import check_scope
+from dpofit.memory.step import Plan, build_program, plan_steps, steady_step
+
+Verdict = Literal["fits", "tight", "oom"]
+GPU = frozenset({"gpu"})
+# Without a length distribution: shares of the longest row that other batches have. Stated in the output.
+DEFAULT_MIX = (0.5, 0.75)
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """Relative errors of predictions against measurements, (lowest, highest) of the calibration half of the public
+    cases: measured = predicted x (1 + residual). Written by benchmarks/score.py, never by hand."""
+
+    allocated: tuple[float, float]
+    reserved: tuple[float, float]
+    points: int
+
+
+@cache
+def residuals() -> Residuals:
+    """The committed residuals."""
+    raw = json.loads(Path(__file__).with_name("residuals.json").read_text(encoding="utf-8"))
+    return Residuals(tuple(raw["allocated"]), tuple(raw["reserved"]), raw["points"])
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPrediction:
+    """Bytes of one GPU. `peak_bytes` is what NVML would show: context, communicators, reserved."""
+
+    capacity_bytes: int
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    allocated_bytes: int
+    reserved: Reserved
+    reserved_without_expandable_bytes: int
+    overhead: Overhead
+    expandable: bool
+    peak: Peak  # the phase with the highest allocated bytes, and what they are
+    phases: Mapping[str, Peak]  # allocated, of the steady step where there is one
+    first_step: Mapping[str, Peak]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Everything `dpofit predict` says of one job."""
+
+    job: Job
+    verdict: Verdict
+    gpu_verdict: Verdict
+    host_verdict: Verdict | None  # None: host RAM unknown
+    disk_verdict: Verdict | None
+    gpu: GpuPrediction
+    host: HostPeak
+    disk: DiskUse
+    mix: tuple[Lengths, ...]
+
+
+def expandable_segments(job: Job) -> bool:
+    """The recipe's environment decides, else what LLaMA-Factory's launcher does (on since 0.9.3, launcher.py)."""
+    if job.recipe.expandable_segments is not None:
+        return job.recipe.expandable_segments
+    return job.stack.at_least("llamafactory", "0.9.3")
+
+
+def default_mix(job: Job) -> tuple[Lengths, ...]:
+    """Shorter batches of a run whose length distribution is not known."""
+    lengths = job.lengths
+    return tuple(
+        Lengths(int(lengths.prompt * share), int(lengths.chosen * share), int(lengths.rejected * share), lengths.padded)
+        for share in DEFAULT_MIX
+    )
+
+
+def predict(job: Job, mix: tuple[Lengths, ...] | None = None) -> Prediction:
+    """Predict one job. `mix`: lengths of other batches of the run. Raises BadInput for what is not modelled."""
+    check_scope(job.recipe, job.model)
+    mix = default_mix(job) if mix is None else mix
+    plan = plan_steps(job)
+    program = build_program(job, plan)
+    gpu = _gpu(job, plan, program, mix)
+    row_lengths = tuple(lengths.row_tokens for lengths in mix)
+    host, disk = host_peak(job, program, row_lengths), disk_use(job)
+    cluster = job.cluster
+    gpu_verdict = _verdict(gpu.low_bytes, gpu.high_bytes, gpu.capacity_bytes)
+    if gpu_verdict == "fits" and (gpu.reserved.out_of_memory or gpu.reserved.retries_per_step):
+        gpu_verdict = "tight"
+    host_verdict = None if cluster.host_ram_bytes is None else _verdict(
+        host.low_bytes, host.high_bytes, cluster.host_ram_bytes)  # fmt: skip
+    disk_verdict = None if cluster.disk_bytes is None else _verdict(
+        disk.total_bytes, disk.total_bytes, cluster.disk_bytes)  # fmt: skip
+    verdict = _worst(gpu_verdict, host_verdict, disk_verdict)
+    return Prediction(job, verdict, gpu_verdict, host_verdict, disk_verdict, gpu, host, disk, mix)
+
+
+def _gpu(job: Job, plan: Plan, program: Program, mix: tuple[Lengths, ...]) -> GpuPrediction:
+    peaks = phase_peaks(program, GPU)
+    peak = highest(peaks)
+    beside = overhead(job)
+    capacity = job.cluster.gpu.capacity_bytes
+    expandable = expandable_segments(job)
+    steps = [steady_step(replace(job, lengths=lengths), plan) for lengths in mix]
+    room = max(capacity - beside.total_bytes, 1)
+    in_room = reserved(program, steps, expandable=expandable, capacity_bytes=room)
+    one_length = reserved(program, [], expandable=expandable, capacity_bytes=None)
+    plain = one_length if not expandable else reserved(program, [], expandable=False, capacity_bytes=None)
+    held = max(in_room.peak_bytes, one_length.peak_bytes) if in_room.out_of_memory else in_room.peak_bytes
+    error = residuals()
+    low = beside.low_bytes + int(peak.size_bytes * (1 + error.allocated[0]))
+    high = beside.high_bytes + int(max(held, one_length.peak_bytes) * (1 + error.reserved[1]))
+    phases = {name: p for name in PHASES for p in peaks if p.phase == name and p.step != 1}
+    first = {p.phase: p for p in peaks if p.step == 1}
+    return GpuPrediction(
+        capacity, beside.total_bytes + held, min(low, beside.total_bytes + held), high, peak.size_bytes,
+        replace(in_room, peak_bytes=held), plain.peak_bytes, beside, expandable, peak, phases, first,
+    )  # fmt: skip
+
+
+def _verdict(low_bytes: int, high_bytes: int, capacity_bytes: int) -> Verdict:
+    if high_bytes <= capacity_bytes:
+        return "fits"
+    return "oom" if low_bytes > capacity_bytes else "tight"
+
+
+def _worst(*verdicts: Verdict | None) -> Verdict:
+    order: tuple[Verdict, ...] = ("oom", "tight", "fits")
+    return next(verdict for verdict in order if verdict in verdicts)

@@ -1,0 +1,71 @@
+"""What the memory model covers; everything else in a recipe is refused by name, never guessed."""
+
+from __future__ import annotations
+
+from dpofit.errors import BadInput, Problem
+from dpofit.models.shape import ModelShape
+from dpofit.recipe.recipe import Recipe
+
+STAGES = ("dpo", "sft")
+FINETUNING = ("full", "lora")
+OPTIMIZERS = (
+    "adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
+    "paged_adamw",
+)  # fmt: skip
+
+
+def check_scope(recipe: Recipe, model: ModelShape) -> None:
+    """Raise BadInput naming every part of the recipe that is not modelled."""
+    where = str(recipe.source)
+    problems = [Problem(where, key, f"{wrong} is not modelled yet", right) for key, wrong, right in _gaps(recipe)]
+    unknown = [t for t in recipe.lora_target if t != "all" and t not in {linear.name for linear in model.linears}]
+    if recipe.finetuning == "lora" and unknown:
+        names = ", ".join(dict.fromkeys(linear.name for linear in model.linears))
+        wrong = f"{', '.join(unknown)}: no linear layer of {model.name} is called that"
+        problems.append(Problem(where, "lora_target", wrong, f"It has: all, {names}"))
+    if problems:
+        raise BadInput(problems)
+
+
+def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """(key, what stands there, what is modelled) of each gap."""
+    zero = recipe.zero
+    modelled = {
+        "stage": (recipe.stage not in STAGES, f"stage {recipe.stage}", f"Modelled: {', '.join(STAGES)}"),
+        "finetuning_type": (
+            recipe.finetuning not in FINETUNING, recipe.finetuning, f"Modelled: {', '.join(FINETUNING)}"),
+        "optim": (recipe.optim not in OPTIMIZERS, recipe.optim, f"Modelled: {', '.join(OPTIMIZERS)}"),
+        "quantization_bit": (
+            recipe.quantization_bit not in (None, 4) or (
+                recipe.quantization_bit == 4 and recipe.quantization_method != "bnb"),
+            f"{recipe.quantization_bit} bits by {recipe.quantization_method}", "Modelled: 4 bits by bnb"),
+        "use_dora": (recipe.use_dora, "DoRA", "Modelled: plain LoRA and rsLoRA"),
+        "pissa_init": (recipe.pissa_init, "PiSSA", "Modelled: plain LoRA and rsLoRA"),
+        "additional_target": (bool(recipe.additional_target), "training whole modules beside LoRA", "Leave it out"),
+        "ref_model_adapters": (bool(recipe.ref_model_adapters), "a reference with adapters", "Leave it out"),
+        "ref_model_quantization_bit": (
+            recipe.ref_model_quantization_bit is not None, "a quantized reference", "Leave it out"),
+        "use_unsloth": (recipe.use_unsloth, "unsloth's own model code", "use_unsloth_gc is modelled"),
+        "upcast_layernorm": (recipe.upcast_layernorm, "upcast_layernorm", "Leave it out"),
+        "upcast_lmhead_output": (recipe.upcast_lmhead_output, "upcast_lmhead_output", "Leave it out"),
+        "neat_packing": (recipe.neat_packing, "neat_packing", "packing is modelled"),
+        "torch_empty_cache_steps": (
+            bool(recipe.torch_empty_cache_steps), "emptying the allocator's cache", "Leave it out"),
+        "use_reentrant_gc": (
+            recipe.gradient_checkpointing and not recipe.use_reentrant_gc, "non-reentrant checkpointing",
+            "Leave it out: LLaMA-Factory's default is reentrant"),
+        "bf16": (
+            not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16), "training in fp32",
+            "Set bf16: true (or fp16: true, pure_bf16: true)"),
+    }  # fmt: skip
+    gaps = [(key, wrong, right) for key, (missing, wrong, right) in modelled.items() if missing]
+    if zero is not None:
+        if zero.stage == 0:
+            gaps.append(("deepspeed", "DeepSpeed at stage 0", "Modelled: no DeepSpeed, or stage 1, 2, 3"))
+        if "nvme" in (zero.offload_optimizer, zero.offload_param):
+            gaps.append(("deepspeed", "offload to NVMe", "Modelled: offload to cpu"))
+        if zero.stage == 3 and recipe.quantization_bit:
+            gaps.append(("quantization_bit", "a quantized base under ZeRO-3", "Modelled: without DeepSpeed, ZeRO-1/2"))
+    if recipe.optim.endswith("8bit") and zero is not None and zero.offload_optimizer == "cpu":
+        gaps.append(("optim", f"{recipe.optim} with an offloaded optimizer", "adamw_torch is (DeepSpeed's CPUAdam)"))
+    return gaps + [(key, key, "Leave it at its default") for key in recipe.unmodelled]
