@@ -46,9 +46,13 @@ def run_ranks(
     *arguments: Any,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120,
+    stragglers_s: float | None = None,
     quiet: bool = True,
 ) -> list[RankResult]:
-    """Run `function(*arguments)` as `world_size` torch.distributed ranks and wait. Ranks that outlive it are killed."""
+    """Run `function(*arguments)` as `world_size` torch.distributed ranks and wait.
+
+    A rank that gives no answer in `timeout_s` is killed; after rank 0's answer, others have `stragglers_s`.
+    """
     context = start_server()
     port = free_port()
     pipes, processes = [], []
@@ -67,13 +71,14 @@ def run_ranks(
     for process, pipe in zip(processes, pipes, strict=True):
         value, error = None, None
         try:
-            if pipe.poll(timeout_s):
+            patience_s = timeout_s if stragglers_s is None or not results else stragglers_s
+            if pipe.poll(patience_s):
                 value, error = pipe.recv()
             else:
-                error = f"no answer in {timeout_s} s"
+                error = f"no answer in {patience_s} s"
         except EOFError:
             error = "ended without an answer"
-        process.join(10)
+        process.join(10 if error is None or value is not None else 0.1)
         if process.exitcode is None:
             process.kill()
             process.join()

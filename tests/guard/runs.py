@@ -32,6 +32,7 @@ class Run:
     final_save: bool = True
     bf16: bool = True
     buffer: bool = False
+    optim: str = "adamw_torch"
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,6 +48,7 @@ def deepspeed_config(run: Run) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": 1,
         "bf16": {"enabled": run.bf16}, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch AdamW: the CPU Adam operator takes minutes to compile
     }  # fmt: skip
 
 
@@ -70,7 +72,7 @@ def build_trainer(run: Run) -> Any:
         disable_tqdm=True,
         bf16=run.bf16 and run.zero is not None,
         use_cpu=run.zero is None,
-        optim="adamw_torch",
+        optim=run.optim,
         learning_rate=1e-2,
         seed=7,
         deepspeed=None if run.zero is None else deepspeed_config(run),
@@ -132,7 +134,10 @@ def fingerprint(trainer: Any) -> str:
 
     digest = hashlib.sha256()
     for _, parameter in trainer.model.named_parameters():
-        tensor = parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter
+        tensor = parameter
+        if hasattr(parameter, "ds_tensor"):  # without the padding at the end, which is uninitialised memory
+            rank, size = torch.distributed.get_rank(), parameter.ds_tensor.numel()
+            tensor = parameter.ds_tensor[: max(0, min(size, parameter.ds_numel - rank * size))]
         digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -18,3 +21,29 @@ import transformers.training_args  # noqa: E402
 torch.set_num_threads(1)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids compiling an operator nobody needs here
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+from deepspeed.comm.torch import TorchBackend  # noqa: E402
+from transformers import Qwen2ForCausalLM  # noqa: E402, F401
+
+
+def _finish_before_returning(name: str) -> None:
+    # DeepSpeed waits for the last of several all-gathers only (0.18.4 partition_parameters.py:1968): enough for a CUDA
+    # stream, a race with gloo's two threads. Waiting at once changes no result, only makes it come out every time.
+    stock = getattr(TorchBackend, name)
+
+    @functools.wraps(stock)
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        handle = stock(*args, **kwargs)
+        if hasattr(handle, "wait"):
+            handle.wait()
+        return handle
+
+    setattr(TorchBackend, name, waited)
+
+
+for _name in ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor", "broadcast", "reduce"):
+    if hasattr(TorchBackend, _name):
+        _finish_before_returning(_name)
+
+# DeepSpeed collects garbage dozens of times while it starts; what the server imported need not be looked at again.
+gc.collect()
+gc.freeze()

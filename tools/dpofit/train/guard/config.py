@@ -34,8 +34,8 @@ class GuardConfig:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes that may be dirty in the page cache before the oldest are written out and dropped."""
-        return 64 * MIB
+        """Bytes written before they are sent to disk; at most three windows of a file are in the page cache."""
+        return self.chunk_bytes
 
 
 def read_config(environment: Mapping[str, str] | None = None) -> GuardConfig:

@@ -78,6 +78,21 @@ class Exchange:
             raise SaveAborted(step, {int(rank): text for rank, text in settled["errors"].items()})
         return settled["decision"]
 
+    def settle(self) -> None:
+        """Let rank 0, which may host the store, go on (and exit) only once every rank has read the last verdict."""
+        if self._store is None:
+            return
+        if self.rank != 0:
+            self._store.set(f"dpofit/guard/{self._round}/read/{self.rank}", "1")
+            return
+        for rank in range(1, self.world_size):
+            key = f"dpofit/guard/{self._round}/read/{rank}"
+            try:
+                self._store.wait([key], timedelta(seconds=min(self.timeout_s, 60)))
+            except Exception:  # a rank that died after the save: not this save's business
+                return
+            self._store.delete_key(key)
+
     def _decide(self, store: Store, prefix: str, payload: Any, error: str | None, decide: Decide | None) -> dict:
         errors: dict[int, str] = {} if error is None else {0: error}
         payloads = [payload]

@@ -121,6 +121,7 @@ class Save:
     def report(self, folder: Path, written: int) -> SaveReport:
         """The figures of this save, the same on every rank."""
         peaks = self.exchange.round("report", self._memory.extra_bytes(), decide=list)
+        self.exchange.settle()
         known = [peak for peak in peaks if peak is not None]
         return SaveReport(
             folder=str(folder),

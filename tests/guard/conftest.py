@@ -1,0 +1,20 @@
+"""Shared by the guard's tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])  # the fork server imports tests.guard
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_guard_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("DPOFIT_GUARD")]:
+        monkeypatch.delenv(name)
+    yield

@@ -1,0 +1,98 @@
+"""One training process: reads the recipe, installs the hooks, and hands over to LLaMA-Factory's `run_exp`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dpofit.errors import BadInput
+from dpofit.recipe.load import read_recipe
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train `RECIPE key=value …` in this process; bad input is printed by rank 0 and exits 2.
+
+    Under torchrun an exception also reaches the agent as structured text (torch's `record`), so that whoever
+    started the job can be told which rank failed first and why.
+    """
+    die_with_parent()
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        record(_train)(arguments)
+    except BadInput as bad:
+        if os.environ.get("RANK", "0") == "0":
+            for problem in bad.problems:
+                print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def recipe_arguments(reference: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings LLaMA-Factory gets: the recipe after overrides, its DeepSpeed config inline.
+
+    Inline because a relative path, or the name of one of LLaMA-Factory's examples, means nothing to DeepSpeed.
+    """
+    read = read_recipe(reference, overrides)
+    if read.recipe is None:
+        raise BadInput([issue.problem() for issue in read.issues if issue.stops])
+    arguments = dict(read.recipe.settings)
+    if read.deepspeed is not None:
+        arguments["deepspeed"] = dict(read.deepspeed.config)
+    return arguments
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM here when the agent dies: torchrun's workers lead sessions of their own, so
+    nothing else would reach them if it is killed outright (prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)
+
+
+def _train(arguments: Sequence[str]) -> None:
+    if not arguments:
+        raise SystemExit("usage: python -m dpofit.train RECIPE [key=value …]")
+    settings = recipe_arguments(arguments[0], arguments[1:])
+    # First of all: it mends transformers' package lookup, which trl asks while it is imported (packages.py 132-152).
+    import llamafactory.extras.packages  # noqa: F401
+
+    from dpofit.train import guard
+    from dpofit.train.phases import Phases, phase_hooks
+
+    phases = Phases.from_environment()
+    phases.enter("start")
+    smoke = os.environ.get("DPOFIT_SMOKE")
+    if smoke:
+        from dpofit.train.smoke import prepare
+
+        prepare(settings, Path(smoke))
+    guard.install()
+    from dpofit.train import hooks
+
+    hooks.install(phase_hooks(phases))
+    from llamafactory.train.tuner import run_exp
+
+    run_exp(settings, callbacks=_callbacks(phases, smoke))
+    phases.enter("end")
+    if smoke:
+        from dpofit.train.smoke import finish
+
+        finish(settings, Path(smoke))
+
+
+def _callbacks(phases: Any, smoke: str | None) -> list[Any]:
+    from dpofit.train.memory_log import MemoryLog
+    from dpofit.train.phases import PhaseCallback
+    from dpofit.train.stop import StopOnFlag
+
+    callbacks: list[Any] = [PhaseCallback(phases), MemoryLog(), StopOnFlag()]
+    if smoke:
+        from dpofit.train.smoke import SmokeCallback
+
+        callbacks.append(SmokeCallback(Path(smoke)))
+    return callbacks
