@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from dpofit.trace.request import TraceRequest
 from dpofit.trace.storages import Recorder, Storage
@@ -38,6 +40,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--liger", action="store_true")
     parser.add_argument("--no-padding", action="store_true")
     parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--deepspeed", help="a DeepSpeed JSON file")
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--optimizer", default="fused", help="fused, foreach, or none")
     parser.add_argument("--dump", action="store_true", help="every storage above --floor, in order of birth")
     parser.add_argument("--floor", type=int, default=1 << 20, help="smallest storage shown, bytes")
     return parser
@@ -52,7 +58,10 @@ def main() -> None:
         stage=options.stage, pref_loss=options.loss, finetuning=options.finetuning, lora_rank=options.rank,
         lora_target=tuple(options.target.split(",")), precision=options.precision, checkpointing=options.gc,
         liger=options.liger, attention=options.attention, padding=not options.no_padding,
-        micro_batches=options.micro_batches,
+        micro_batches=options.micro_batches, steps=options.steps,
+        optimizer="" if options.optimizer == "none" else options.optimizer,
+        deepspeed=json.loads(Path(options.deepspeed).read_text()) if options.deepspeed else {},
+        world_size=options.world_size,
     )  # fmt: skip
     if options.layers:
         request = replace(request, layers=options.layers)
@@ -65,9 +74,10 @@ def main() -> None:
     static = sum(s.size_bytes for s in recorder.storages if s.category.endswith("weights"))
     print(f"weights {static:,} B (subtracted below: activations only)")
     unit = request.rows * request.tokens
-    for phase in dict.fromkeys(mark.phase for mark in recorder.marks):
-        peak, at = recorder.peak(phase)
-        print(f"{phase:18} peak {peak - static:>16,} B  = {(peak - static) / unit:>14,.2f} B per token")
+    for step, phase in dict.fromkeys((mark.step, mark.phase) for mark in recorder.marks):
+        peak, _ = recorder.peak(phase, step)
+        host = [recorder.peak(phase, step, space)[0] for space in ("host_pinned", "host_pageable")]
+        print(f"step {step} {phase:18} peak {peak:>16,} B, pinned {host[0]:>14,} B, pageable {host[1]:>14,} B")
     peak, at = recorder.peak()
     print(f"alive at the peak ({recorder.marks[at].phase}):")
     for storage in recorder.alive_at(at):

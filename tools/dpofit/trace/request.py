@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Precision = Literal["deepspeed", "autocast", "pure_bf16"]
@@ -43,7 +43,11 @@ class TraceRequest:
     padding: bool = True
     pref_ftx: float = 0.0
     ld_alpha: float | None = None
-    micro_batches: int = 1
+    micro_batches: int = 1  # gradient accumulation steps
+    steps: int = 1
+    optimizer: str = "fused"  # AdamW: fused (transformers 5), foreach (4.x), or "" for no optimizer step
+    world_size: int = 1
+    deepspeed: dict[str, Any] = field(default_factory=dict, hash=False)  # the JSON; empty is none
     multiprocessors: int = 132  # of the GPU: Liger's RMSNorm backward keeps one fp32 row for each
 
     def config(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Runs one training step of LLaMA-Factory's own trainer on fake tensors and records it."""
+"""Runs training steps of LLaMA-Factory's own trainer on fake tensors and records them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpofit.trace import kernels
+from dpofit.trace import kernels, zero
 from dpofit.trace.build import arguments, build_model, cuda_semantics
 from dpofit.trace.device import GPU
 from dpofit.trace.request import TraceRequest
@@ -22,40 +22,46 @@ from dpofit.trace.storages import Recorder, StorageMode
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """What one step did: every storage and, in order, every birth and death."""
+    """What the steps did: every storage and, in order, every birth and death."""
 
     request: TraceRequest
     recorder: Recorder
     substitutions: tuple[str, ...]
 
 
-def trace_step(request: TraceRequest) -> TracedStep:
-    """Trace one step: forward, reference, loss, backward, of `request.micro_batches` micro-batches."""
-    with cuda_semantics(request) as substitutions:
+def trace_step(request: TraceRequest, observe: Callable[[Any], None] = lambda engine: None) -> TracedStep:
+    """Trace `request.steps` steps: forward, reference, loss, backward of every micro-batch, and the optimizer's step.
+
+    `observe` is called with the prepared model (a DeepSpeed engine, if any) before the first step.
+    """
+    recorder = Recorder()
+    group = zero.process_group(request.world_size, recorder) if request.deepspeed else nullcontext()
+    with cuda_semantics(request) as substitutions, group, _cuda_is_the_stand_in():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        recorder = Recorder()
+        mode = StorageMode(
+            recorder, kernels.WORKSPACE, lambda tensor: _scalar(tensor, request), kernels.accumulate_in_place
+        )
         model = build_model(request, fake)
         reference = _reference(request, fake)
         _record_weights(recorder, model, "weights")
         if reference is not None:
             _record_weights(recorder, reference, "reference_weights")
-        path = _follow_modules(model)
-        recorder.module_path = path
-        mode = StorageMode(
-            recorder, kernels.WORKSPACE, lambda tensor: _scalar(tensor, request), kernels.accumulate_in_place
-        )
-        trainer = _trainer(request, model, reference)
-        with _cuda_is_the_stand_in(), fake, mode:
-            for _ in range(request.micro_batches):
-                _micro_batch(request, trainer, recorder)
+        with fake, mode, recorder.in_phase("init"):
+            trainer, optimizer = _trainer(request, model, reference)
+        recorder.module_path = _follow_modules(model)
+        observe(trainer.model)
+        with fake, mode, _phases(trainer, recorder):
+            for step in range(1, request.steps + 1):
+                recorder.step = step
+                _step(request, trainer, optimizer, recorder)
     return TracedStep(request, recorder, tuple(substitutions))
 
 
 def _scalar(tensor: torch.Tensor, request: TraceRequest) -> Any:
     """What `.item()` answers: a padding mask's `.all()` is whether nothing is padded, a length the longest."""
     if tensor.dtype == torch.bool:
-        return not request.padding
-    return request.tokens if not tensor.dtype.is_floating_point else 1.0
+        return tensor.device == GPU and not request.padding
+    return 1.0 if tensor.dtype.is_floating_point else request.tokens
 
 
 def _uses_reference(request: TraceRequest) -> bool:
@@ -66,26 +72,20 @@ def _reference(request: TraceRequest, fake: FakeTensorMode) -> torch.nn.Module |
     """LLaMA-Factory's create_ref_model: a second whole model unless LoRA (the adapter is switched off)."""
     if not _uses_reference(request) or request.finetuning == "lora":
         return None
-    from dataclasses import replace
-
-    plain = replace(
-        request, finetuning="full", precision="pure_bf16" if request.precision != "deepspeed" else "deepspeed"
-    )
-    return build_model(plain, fake, trainable=False)
+    precision = "deepspeed" if request.precision == "deepspeed" else "pure_bf16"
+    return build_model(replace(request, finetuning="full", precision=precision), fake, trainable=False)
 
 
 def _record_weights(recorder: Recorder, model: torch.nn.Module, category: str) -> None:
     recorder.category = category
-    for name, param in model.named_parameters():
-        recorder.module_path = lambda name=name: name
-        recorder.see(param, "parameter")
-    for name, buffer in model.named_buffers():
-        recorder.module_path = lambda name=name: name
-        recorder.see(buffer, "buffer")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        recorder.module_path = lambda name=name: name  # type: ignore[misc]
+        recorder.see(tensor, "parameter")
     recorder.category = ""
+    recorder.module_path = lambda: ""
 
 
-def _follow_modules(model: torch.nn.Module) -> Any:
+def _follow_modules(model: torch.nn.Module) -> Callable[[], str]:
     stack: list[str] = []
 
     def leave(*_: Any) -> None:
@@ -101,20 +101,60 @@ def _accelerator(request: TraceRequest) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
+    if request.deepspeed:
+        return zero.accelerator(_filled(request))
     AcceleratorState._reset_state(True)
-    return Accelerator(mixed_precision="bf16" if request.precision == "autocast" else "no", cpu=True)
+    made = Accelerator(mixed_precision="bf16" if request.precision == "autocast" else "no", cpu=True)
+    made.state.device = GPU
+    return made
 
 
-def _trainer(request: TraceRequest, model: torch.nn.Module, reference: torch.nn.Module | None) -> Any:
-    """The trainer with what its loss path reads; its `__init__` would want datasets and an output folder."""
+def _filled(request: TraceRequest) -> dict[str, Any]:
+    """The DeepSpeed JSON with the `auto` that transformers' Trainer fills (integrations/deepspeed.py
+    trainer_config_process); those of the hidden size are accelerate's."""
+    micro_batch = request.rows if request.stage == "sft" else request.rows // 2
+    values: dict[str, Any] = {
+        **request.deepspeed,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": request.micro_batches,
+        "train_batch_size": micro_batch * request.micro_batches * request.world_size,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+    }
+    values["zero_optimization"] = dict(values["zero_optimization"])
+    return values
+
+
+def _optimizer(request: TraceRequest, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Trainer.create_optimizer: two groups, with and without weight decay."""
+    from transformers import Trainer
+
+    decay = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for name, param in trainable if name in decay], "weight_decay": 0.0},
+        {"params": [param for name, param in trainable if name not in decay], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-6, fused=request.optimizer == "fused", foreach=request.optimizer == "foreach")
+
+
+def _trainer(request: TraceRequest, model: torch.nn.Module, reference: torch.nn.Module | None) -> tuple[Any, Any]:
+    """The trainer with what its loss path reads (its `__init__` wants datasets and an output folder), and the optimizer."""
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
     from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
+    from trl.models.utils import prepare_deepspeed
     from trl.trainer import disable_dropout_in_model
 
     _, finetuning_args = arguments(request)
     accelerator = _accelerator(request)
-    if request.precision == "autocast":
-        accelerator._models = []
+    optimizer = _optimizer(request, model) if request.optimizer else None
+    if request.deepspeed:
+        zero.already_placed(model)
+        if reference is not None:
+            reference = prepare_deepspeed(zero.already_placed(reference), accelerator)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    elif request.precision == "autocast":
         model = accelerator.prepare_model(model, device_placement=False)
         if reference is not None:
             reference = accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
@@ -144,54 +184,66 @@ def _trainer(request: TraceRequest, model: torch.nn.Module, reference: torch.nn.
     trainer.accelerator = accelerator
     trainer.model = model
     trainer.args = SimpleNamespace(device=GPU, average_tokens_across_devices=False, n_gpu=1)
-    return trainer
+    return trainer, optimizer
 
 
 def _batch(request: TraceRequest) -> dict[str, torch.Tensor]:
     shape = (request.rows, request.tokens)
     return {
-        "input_ids": torch.ones(shape, dtype=torch.int64, device=GPU),
-        "attention_mask": torch.ones(shape, dtype=torch.int64, device=GPU),
-        "labels": torch.ones(shape, dtype=torch.int64, device=GPU),
+        name: torch.ones(shape, dtype=torch.int64, device=GPU) for name in ("input_ids", "attention_mask", "labels")
     }
 
 
-def _micro_batch(request: TraceRequest, trainer: Any, recorder: Recorder) -> None:
-    model = trainer.model
-    with recorder.in_phase("forward"):
+def _step(request: TraceRequest, trainer: Any, optimizer: Any, recorder: Recorder) -> None:
+    model, accelerator = trainer.model, trainer.accelerator
+    for index in range(request.micro_batches):
+        last = index == request.micro_batches - 1
+        accelerator.sync_gradients = last
+        recorder.phase = "forward"
         recorder.category = "batch"
         batch = _batch(request)
         recorder.category = ""
         if request.stage == "sft":
-            loss = trainer.compute_loss(
-                model, batch, num_items_in_batch=torch.tensor(request.rows * request.tokens, device=GPU)
-            )
+            tokens = torch.tensor(request.rows * request.tokens, device=GPU)
+            loss = trainer.compute_loss(model, batch, num_items_in_batch=tokens)
         else:
-            with _phases_of_dpo(trainer, recorder):
-                loss, _ = trainer.get_batch_loss_metrics(model, batch)
-    with recorder.in_phase("backward"):
-        loss.backward()
-    del loss
+            loss, _ = trainer.get_batch_loss_metrics(model, batch)
+        recorder.phase = "backward"
+        if request.deepspeed and not request.optimizer:
+            model.backward(loss)
+        elif request.deepspeed:
+            accelerator.deepspeed_engine_wrapped.backward(loss, sync_gradients=last, scale_wrt_gas=False)
+        else:
+            loss.backward()
+        del loss, batch
+    if optimizer is not None and not request.deepspeed:
+        recorder.phase = "optimizer_step"
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        model.zero_grad()
 
 
 @contextmanager
-def _phases_of_dpo(trainer: Any, recorder: Recorder) -> Iterator[None]:
-    """Phase marks at the trainer's own boundaries."""
-    compute_reference = trainer.compute_reference_log_probs
-    compute_loss = trainer.compute_preference_loss
+def _phases(trainer: Any, recorder: Recorder) -> Iterator[None]:
+    """Phase marks at the trainer's and the engine's own boundaries."""
 
-    def reference(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder.phase = "reference_forward"
-        return compute_reference(*args, **kwargs)
+    def marking(owner: Any, name: str, phase: str) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
 
-    def loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder.phase = "loss"
-        return compute_loss(*args, **kwargs)
+        def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder.phase = phase
+            return original(*args, **kwargs)
 
-    trainer.compute_reference_log_probs = MethodType(reference, trainer)
-    trainer.compute_preference_loss = MethodType(loss, trainer)
-    yield
-    del trainer.compute_reference_log_probs, trainer.compute_preference_loss
+        stack.enter_context(mock.patch.object(owner, name, MethodType(marked, owner)))
+
+    with ExitStack() as stack:
+        marking(trainer, "compute_reference_log_probs", "reference_forward")
+        marking(trainer, "compute_preference_loss", "loss")
+        if hasattr(trainer.model, "optimizer"):
+            marking(trainer.model, "step", "optimizer_step")
+        yield
 
 
 @contextmanager

@@ -84,6 +84,13 @@ class Recorder:
         if index is not None:
             self.storages[index].category = category
 
+    def repin(self, tensor: torch.Tensor) -> None:
+        """The storage just born is pinned host memory after all."""
+        storage = self.storages[self._alive[tensor.untyped_storage()._cdata]]
+        assert self.marks[-1].index == storage.index
+        storage.space = "host_pinned"
+        self.marks[-1] = self.marks[-1]._replace(space="host_pinned")
+
     def _birth(self, size: int, op: str, space: str, shape: tuple[int, ...], dtype: str) -> int:
         index = len(self.storages)
         module = self.module_path()

@@ -1,0 +1,90 @@
+"""Runs the real DeepSpeed engine on fake tensors: one rank of a process group of any size that sends nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from dpofit.trace.device import GPU, HOST, deepspeed_accelerator
+from dpofit.trace.storages import Recorder
+
+# Rank, world size and accelerator as DeepSpeed and accelerate read them.
+_ENVIRONMENT = {
+    "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu",
+    "ACCELERATE_USE_DEEPSPEED": "true",
+}  # fmt: skip
+
+
+class _CpuAdam:
+    """DeepSpeed's CPU Adam extension: reads and writes host tensors in place, allocates nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+    def load(self) -> _CpuAdam:
+        return self
+
+
+@contextmanager
+def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
+    """Inside, this process is rank 0 of `world_size`; collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "the tracer needs a process without a process group"
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, _ENVIRONMENT | {"WORLD_SIZE": str(world_size)}))
+        from deepspeed.accelerator import real_accelerator
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            copy = torch.empty_like(tensor, device=HOST)
+            recorder.repin(copy)
+            return copy
+
+        before = real_accelerator.get_accelerator()
+        real_accelerator.set_accelerator(deepspeed_accelerator(pin))
+        stack.callback(real_accelerator.set_accelerator, before)
+        import deepspeed
+        import deepspeed.ops.adam.cpu_adam
+        from deepspeed.runtime.zero import partitioned_param_coordinator
+
+        # Compares this rank with the others; alone, rank 0 agrees with itself.
+        patch = mock.patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda *_: None)
+        stack.enter_context(patch)
+        stack.enter_context(mock.patch.object(deepspeed.ops.adam.cpu_adam, "CPUAdamBuilder", _CpuAdam))
+        stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        stack.callback(_leave)
+        yield
+
+
+def _leave() -> None:
+    import deepspeed.comm.comm as comm
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    dist.destroy_process_group()
+    comm.cdb = None  # deepspeed keeps the group it found
+
+
+def accelerator(config: dict[str, Any]) -> Any:
+    """accelerate's own Accelerator over a DeepSpeed config; it fills `auto` from the model's hidden size."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    made = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    made.state.device = GPU
+    return made
+
+
+def already_placed(model: torch.nn.Module) -> torch.nn.Module:
+    """The engine moves and casts the module it gets; ours is made as it should be, and a fake parameter can't be swapped."""
+    model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
+    model.bfloat16 = lambda: model  # type: ignore[method-assign]
+    return model
