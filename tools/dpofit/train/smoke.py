@@ -43,6 +43,11 @@ class SmokeCallback(TrainerCallback):
         self._folder = folder
         self._run = json.loads((folder / PLAN_FILE).read_text())["run"]
         self._losses: list[float] = []
+        self._initial: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """The weights before the first step, or those resumed from; all ranks take part."""
+        self._initial = _whole_parameters(model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Losses in order."""
@@ -56,7 +61,8 @@ class SmokeCallback(TrainerCallback):
         trained = _whole_parameters(model)
         if state.is_world_process_zero:
             save_file(trained, self._folder / f"trained.{self._run}.safetensors")
-            result = {"losses": self._losses, "step": state.global_step, "device": str(args.device)}
+            moved = sum(not bool((trained[name] == before).all()) for name, before in self._initial.items())
+            result = {"losses": self._losses, "step": state.global_step, "device": str(args.device), "moved": moved}
             result_file(self._folder, self._run).write_text(json.dumps(result))
 
 

@@ -1,0 +1,79 @@
+"""The variables a launch sets, each with the reason for it; what the user has set already wins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dpofit.recipe.catalogue import card_of
+from dpofit.recipe.environment import ALLOCATOR_VARIABLES, launcher_sets_allocator
+from dpofit.recipe.recipe import Recipe
+
+_SECRET = re.compile(r"token|key|secret|password", re.I)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable that dpofit sets for the job."""
+
+    name: str
+    value: str
+    why: str
+
+
+def launch_variables(
+    recipe: Recipe, process: Mapping[str, str], processes: int, cores: int, torchrun: bool = True
+) -> tuple[Variable, ...]:
+    """What to set on top of `process` for this recipe; `processes` and `cores` are this node's.
+
+    A name the user has exported is left alone, except that one allocator name is copied to the other.
+    """
+    reasons = _card_reasons(recipe.source)
+    variables = [
+        Variable(name, value, reasons.get(name, "from dpofit.yaml beside the recipe"))
+        for name, value in recipe.environment.items()
+        if process.get(name) != value
+    ]
+    known = {**process, **{variable.name: variable.value for variable in variables}}
+    if launcher_sets_allocator(known):
+        said = next((known[name] for name in ALLOCATOR_VARIABLES if known.get(name)), None)
+        for name in ALLOCATOR_VARIABLES:
+            if name not in known:
+                why = (
+                    "growing segments can be reused by batches of any length; torch releases read one name or the other"
+                )
+                variables.append(Variable(name, said or "expandable_segments:True", why))
+        if "TORCH_NCCL_AVOID_RECORD_STREAMS" not in known:
+            why = "collectives give their buffers back at once (LLaMA-Factory's own launcher sets it too)"
+            variables.append(Variable("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", why))
+    if "OMP_NUM_THREADS" not in known and torchrun:
+        offloads = recipe.zero is not None and recipe.zero.offload_optimizer != "none"
+        if offloads:
+            threads = max(1, cores // processes)
+            why = f"the optimizer runs on the CPU: {cores} cores / {processes} ranks; torchrun would set 1"
+            variables.append(Variable("OMP_NUM_THREADS", str(threads), why))
+    return tuple(variables)
+
+
+def masked(name: str, value: str) -> str:
+    """The value as it may be shown: names that look like secrets are hidden."""
+    return "********" if _SECRET.search(name) else value
+
+
+def _card_reasons(recipe: Path) -> dict[str, str]:
+    """Reasons from the card; a run folder's dpofit.yaml names the catalogue recipe it was copied from."""
+    from dpofit.recipe.cards import environment_of, read_presets
+    from dpofit.recipe.catalogue import find_recipe, read_yaml
+
+    source: Path | None = recipe
+    run_file = recipe.with_name("dpofit.yaml")
+    if run_file.is_file():
+        document = read_yaml(run_file)
+        name = document.get("recipe") if isinstance(document, dict) else None
+        source = find_recipe(str(name)) if name else recipe
+    card = card_of(source) if source is not None else None
+    if card is None:
+        return {}
+    return {name: variable.why for name, variable in environment_of(card, read_presets()).items()}
