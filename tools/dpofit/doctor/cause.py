@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from dpofit.doctor import lines
-from dpofit.doctor.checks import EVENT_CHECKS, Details, when
+from dpofit.doctor.checks import EVENT_CHECKS, LOGS_CHECKS, Details, when
 from dpofit.doctor.facts import Event, LogFacts, Place
 from dpofit.doctor.health import HEALTH_CHECKS
 from dpofit.doctor.knowledge import Diagnosis
@@ -15,8 +16,10 @@ from dpofit.findings import Evidence, Finding
 
 BEFORE_BYTES = 64 << 10  # `before` patterns must stand within this much of log above the match
 LONG_BEFORE_SECONDS = 60  # a "consequence" that came this much earlier did not follow from the later failure
+MOVED_ON_STEPS = 1  # ranks go in step: one that fails stops all within a step
 SHOWN_EVIDENCE = 3
 SHOWN_TELLING = 10
+_RAISE = re.compile(rb"^\S*\s+raise \w")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,8 @@ def report(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> Report:
     advice = [case for case in cases if case.diagnosis.role == "advice" and _in_last_run(case, logs)]
     advice = list({case.diagnosis.id: case for case in reversed(advice)}.values())[::-1]
     findings = [_finding(case, cases, logs) for case in ([root] if root else []) + health + advice]
-    if root is None and not any(finding.severity == "error" for finding in findings):
-        findings = [finding for finding in findings if finding.id != "data.loss-at-start"] or findings
+    if len(findings) > 1:  # "normal in step 1" is worth saying only when there is nothing else to say
+        findings = [finding for finding in findings if finding.id != "data.loss-at-start"]
     followed = [
         Evidence(_where(case.event.place), f"{case.diagnosis.id}: {lines.shown(case.event.place.text)}")
         for case in _first_of_each(cases)
@@ -80,7 +83,19 @@ def _holding(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> list[
     replaced = {
         (case.log, case.event.place.offset, less) for case in cases for less in case.diagnosis.refines
     }
-    return [case for case in cases if (case.log, case.event.place.offset, case.diagnosis.id) not in replaced]
+    cases = [case for case in cases if (case.log, case.event.place.offset, case.diagnosis.id) not in replaced]
+    return cases + _over_all_logs(logs, diagnoses)
+
+
+def _over_all_logs(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> list[Case]:
+    found = []
+    for diagnosis in diagnoses.values():
+        check = LOGS_CHECKS.get(diagnosis.check)
+        seen = check(logs) if check else None
+        if seen:
+            number, event = seen
+            found.append(Case(diagnosis, event, {**when(event), **event.groups}, number, len(logs[number].launches)))
+    return found
 
 
 def _stands_before(log: LogFacts, patterns: Sequence[str], offset: int) -> bool:
@@ -113,10 +128,20 @@ def _root(cases: Sequence[Case], logs: Sequence[LogFacts]) -> Case | None:
 
 
 def _recovered(case: Case, logs: Sequence[LogFacts]) -> bool:
-    """The training loop of the same run ended well after it: it was caught and retried."""
+    """The same run went on well after it: caught and retried, or mere noise of a good end."""
     log, place = logs[case.log], case.event.place
-    next_launch = next((launch.offset for launch in log.launches if launch.offset > place.offset), log.size_bytes + 1)
-    return any(place.offset < done.offset < next_launch for done in log.done)
+    run_end = next((launch.offset for launch in log.launches if launch.offset > place.offset), log.size_bytes + 1)
+    if any(place.offset < done.offset < run_end for done in log.done):
+        return True
+    if any(place.offset < start.offset < run_end for start in log.starts):
+        return False  # a new attempt: this one had failed
+    last_run = run_end > log.size_bytes
+    if last_run and place.step is not None and log.progress and log.progress[1] == place.steps:
+        if log.progress[0] > place.step + MOVED_ON_STEPS:
+            return True
+    done_before = any(done.offset < place.offset for done in log.done)
+    failed_after = any(failure.offset > place.offset for failure in log.failures)
+    return done_before and not failed_after and case.diagnosis.role == "consequence"
 
 
 def _in_last_run(case: Case, logs: Sequence[LogFacts]) -> bool:
@@ -171,12 +196,13 @@ def _first_of_each(cases: Sequence[Case]) -> list[Case]:
 
 def _finding(case: Case, cases: Sequence[Case], logs: Sequence[LogFacts]) -> Finding:
     same = [other.event.place for other in cases if other.diagnosis.id == case.diagnosis.id and other.run == case.run]
-    places = [case.event.place] + [place for place in same if place != case.event.place]
+    spoken = _spoken(case, cases).event.place
+    places = list(dict.fromkeys([spoken, case.event.place, *same]))
     marks = [save for save in logs[case.log].saves if save.offset < case.event.place.offset]
     if "save" in case.diagnosis.phase and marks:
         places.insert(1, marks[-1])
     evidence = tuple(Evidence(_where(place), lines.shown(place.text)) for place in places[:SHOWN_EVIDENCE])
-    values = _Missing(case.details)
+    values = _Missing(_spoken(case, cases).details)
     diagnosis = case.diagnosis
     return Finding(
         diagnosis.id,
@@ -188,9 +214,19 @@ def _finding(case: Case, cases: Sequence[Case], logs: Sequence[LogFacts]) -> Fin
     )
 
 
+def _spoken(case: Case, cases: Sequence[Case]) -> Case:
+    """The same diagnosis where the message itself stands: a traceback shows its source line, `raise …`, before."""
+    if not _RAISE.search(case.event.place.text):
+        return case
+    same = (other for other in cases if (other.diagnosis, other.log, other.run) == (case.diagnosis, case.log, case.run))
+    return next((other for other in same if not _RAISE.search(other.event.place.text)), case)
+
+
 class _Missing(dict[str, str]):
+    """A text may name what only some of its patterns catch; the others leave it out."""
+
     def __missing__(self, key: str) -> str:
-        return "?"
+        return ""
 
 
 def _telling(logs: Sequence[LogFacts], diagnosed: bool) -> tuple[Evidence, ...]:

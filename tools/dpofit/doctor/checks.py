@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dpofit.doctor.facts import Event, LogFacts
 from dpofit.doctor.oom import Oom, read_oom
@@ -18,8 +18,8 @@ def when(event: Event) -> Details:
     place = event.place
     at = {
         "data": "while preparing the data",
-        "load": "while loading the model",
-        "init": "while setting up the engine",
+        "load": "between loading and the first step",
+        "init": "between loading and the first step",
         "eval": "in evaluation",
         "save": "at a save",
         "done": "after training",
@@ -121,6 +121,14 @@ def barrier_timeout(event: Event, facts: LogFacts) -> Details | None:
     return {} if int(event.groups["seq"]) <= 10 and event.groups["numel"] == "1" else None
 
 
+def slots_not_counted(event: Event, facts: LogFacts) -> Details | None:
+    """DeepSpeed prints the slots asked for and those it counts; a finding only when one of the first is not counted."""
+    if "asked" not in event.groups:
+        return {}
+    asked, counted = (set(event.groups[key].replace(",", " ").split()) for key in ("asked", "counted"))
+    return None if asked <= counted else {}
+
+
 EventCheck = Callable[[Event, LogFacts], Details | None]
 EVENT_CHECKS: dict[str, EventCheck] = {
     check.__name__: check
@@ -135,7 +143,25 @@ EVENT_CHECKS: dict[str, EventCheck] = {
         p2p_across_hosts,
         duplicate_ranks,
         barrier_timeout,
+        slots_not_counted,
     )
+}
+
+
+def node_rank_twice(logs: Sequence[LogFacts]) -> tuple[int, Event] | None:
+    """Two nodes' logs say the same node rank: each waits for the others as if it were the first."""
+    seen: dict[int, str] = {}
+    for number, log in enumerate(logs):
+        for place, nodes, node_rank in log.node_ranks[-1:]:
+            if nodes > 1 and seen.get(node_rank, log.name) != log.name:
+                groups = {"node_rank": str(node_rank), "nodes": str(nodes), "other": seen[node_rank]}
+                return number, Event("launch.node-rank-twice", place, groups)
+            seen[node_rank] = log.name
+    return None
+
+
+LOGS_CHECKS: dict[str, Callable[[Sequence[LogFacts]], tuple[int, Event] | None]] = {
+    "node_rank_twice": node_rank_twice
 }
 
 

@@ -68,6 +68,9 @@ class LogFacts:
     readings: list[HostReading] = field(default_factory=list)
     launches: list[Place] = field(default_factory=list)  # a launcher started: a new run in the same log
     restarts: list[Place] = field(default_factory=list)  # torchrun restarted the workers of the same run
+    starts: list[Place] = field(default_factory=list)  # the training loop began
+    failures: list[Place] = field(default_factory=list)  # a launcher said that a rank failed
+    node_ranks: list[tuple[Place, int, int]] = field(default_factory=list)  # where, number of nodes, node rank
     saves: list[Place] = field(default_factory=list)
     done: list[Place] = field(default_factory=list)  # the training loop ended well
     telling_first: list[Place] = field(default_factory=list)
@@ -78,3 +81,4 @@ class LogFacts:
     time: str | None = None
     before: bytes = b""  # the end of the block before
     torn_tries: int = 0
+    sample_at: int | None = None  # offset of a printed training example whose end has not been seen

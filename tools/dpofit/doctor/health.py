@@ -37,7 +37,7 @@ def loss_nan(records: Sequence[Metrics], facts: LogFacts) -> Event | None:
     for record in records:
         loss_gone = record.loss is not None and not math.isfinite(record.loss)
         gradient_gone = record.grad_norm is not None and not math.isfinite(record.grad_norm)
-        if loss_gone or (gradient_gone and (record.loss == 0 or record is records[-1])):
+        if loss_gone or (gradient_gone and record.loss == 0):
             return Event("data.loss-nan", record.place, {})
     return None
 

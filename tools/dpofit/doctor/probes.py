@@ -26,7 +26,10 @@ PHASE_MARKS: tuple[tuple[Phase, str], ...] = (
 )
 LAUNCHED = r"Initializing \d+ distributed tasks at|Starting elastic_operator with launch configs"
 RESTARTED = r"attempts left; will restart worker group"
-METRICS = r"'loss': '?[-\dn.i].{0,40}'(?:grad_norm|learning_rate|rewards/\w+|epoch)'"
+METRICS = r"'loss': '?[-\dni]"
+FAILED = r"failed \(exitcode: -?\d+\)|ChildFailedError|exits with return code = -?[1-9]"
+NODE_RANK = r"num nodes: (\d{1,6}), node rank: (\d{1,6})"
+SAMPLE = r"training example:|eval example:"  # llamafactory 0.9.5 data/loader.py: then comes text of the user's, whatever it says
 HOST_READING = r"CPU Virtual Memory:\s+used = ([\d.]+) GB, percent = ([\d.]+)%"
 
 Take = Callable[[LogFacts, Place, re.Match[bytes]], None]
@@ -62,6 +65,9 @@ def _own_probes() -> Iterator[Probe]:
     yield _probe(LAUNCHED, lambda facts, place, match: _keep(facts.launches, place))
     yield _probe(RESTARTED, lambda facts, place, match: _keep(facts.restarts, place))
     yield _probe(HOST_READING, _keep_reading)
+    yield _probe(FAILED, lambda facts, place, match: _keep(facts.failures, place))
+    yield _probe(NODE_RANK, _keep_node_rank)
+    yield _probe(SAMPLE, _sample_begins)
 
 
 def _keep(kept: list, value: object) -> None:
@@ -74,6 +80,8 @@ def _keep(kept: list, value: object) -> None:
 
 def _event(diagnosis: str) -> Take:
     def take(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:
+        if facts.sample_at is not None:
+            return
         if sum(event.diagnosis == diagnosis for event in facts.events) < KEPT_EVENTS:
             groups = {name: text.decode("utf-8", "replace") for name, text in match.groupdict().items() if text}
             facts.events.append(Event(diagnosis, place, groups))
@@ -96,6 +104,8 @@ def _mark(phase: Phase) -> Take:
             _keep(facts.done, place)
         elif phase == "save":
             _keep(facts.saves, place)
+        elif phase == "train":
+            _keep(facts.starts, place)
 
     return take
 
@@ -105,6 +115,14 @@ def _keep_reading(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None
         _keep(facts.readings, HostReading(place, float(match[1]), float(match[2])))
     except ValueError:  # "1.2.3": torn digits
         return
+
+
+def _keep_node_rank(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:
+    _keep(facts.node_ranks, (place, int(match[1]), int(match[2])))
+
+
+def _sample_begins(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:
+    facts.sample_at = place.offset
 
 
 _VALUE = r"'%s': '?(-?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))"
@@ -124,6 +142,8 @@ def keep_metrics(facts: LogFacts, place: Place) -> None:
         except ValueError:  # a torn number
             return None
 
+    if not any(key in place.text for key in (b"'epoch'", b"'grad_norm'", b"'rewards/")):
+        return  # a loss somebody printed, not a Trainer's record
     facts.metrics.append(Metrics(place, *(value(pattern) for pattern in _VALUES)))
     if len(facts.metrics) > KEPT_METRICS:
         half = KEPT_METRICS // 2

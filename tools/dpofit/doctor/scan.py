@@ -35,6 +35,11 @@ TELLING_WORDS = (b"error", b"exception", b"fatal", b"failed", b"killed", b"abort
 _TELLING = re.compile(rb"error|exception|fatal|failed|killed|aborted|core dumped|exit ?code", re.I)
 _TRACEBACK_FRAME = re.compile(rb'^\S*\s*File "|^\S*\s+raise |Traceback \(most recent')
 
+# What the log itself writes after a printed training example, which may hold anything.
+_SAMPLE_ENDS = re.compile(
+    rb"(?:^|[\r\n])(?:\[(?:INFO|WARNING|ERROR|rank\d|default\d|20\d\d-)|[\w ]{0,40}:? +\d+%\||\*{5} Running|[IWE]\d{4} \d\d:)"
+)
+
 _FOLD = bytes(byte + 32 if 65 <= byte <= 90 else 10 if byte == 13 else byte for byte in range(256))
 _DROP = bytes(byte for byte in range(256) if byte not in b"\n\r " and not (byte < 128 and chr(byte).isalpha()))
 
@@ -82,16 +87,19 @@ class Scan:
         facts = LogFacts(name)
         last = b""
         for block in blocks(stream):
-            self._block(block, facts)
+            newlines = block.count(b"\n")
+            self._block(block, newlines, facts)
+            _leave_sample(block, len(block), facts)
             facts.size_bytes += len(block)
-            facts.lines += block.count(b"\n")
+            facts.lines += newlines
             facts.before = block[-NEARBY_BYTES:]
             last = block
             on_bytes(len(block))
         facts.tail = _tail(last, facts)
+        facts.progress = lines.progress_of(last[-NEARBY_BYTES:]) or facts.progress
         return facts
 
-    def _block(self, block: bytes, facts: LogFacts) -> None:
+    def _block(self, block: bytes, newlines: int, facts: LogFacts) -> None:
         skeletons = block.translate(_FOLD, _DROP).split(b"\n")
         fresh = set(skeletons) - self._dull
         if fresh:
@@ -99,7 +107,7 @@ class Scan:
             wanted = fresh & self._watched.keys()
             if wanted:
                 self._look(block, skeletons, wanted, facts)
-        _sample_metrics(block, facts)
+        _sample_metrics(block, newlines, facts)
 
     def _learn(self, fresh: set[bytes]) -> None:
         """Sorts new skeletons into dull and watched."""
@@ -154,6 +162,7 @@ class Scan:
                 continue
             newlines += block.count(b"\n", counted, start)
             counted = start
+            _leave_sample(block, start + len(segments[index]), facts)
             here = _Here(block, start, newlines, lines.clean(segments[index]))
             if not _run(watched.probes, here, facts) and _TELLING.search(here.line):
                 if watched.looks < LOOKS_WITHOUT_PROBE and index + 1 < len(segments):
@@ -181,6 +190,16 @@ class Scan:
             match = probe.pattern.search(here.line + rest) or probe.pattern.search(here.line + b" " + rest.lstrip())
             if match:
                 probe.take(facts, _place(facts, here), match)
+
+
+def _leave_sample(block: bytes, end: int, facts: LogFacts) -> None:
+    """Forgets that a training example is being printed once a line of the log's own has followed it."""
+    if facts.sample_at is not None and facts.sample_at < facts.size_bytes + end:
+        begin = block.find(b"\n", max(0, facts.sample_at - facts.size_bytes))
+        if facts.sample_at < facts.size_bytes:
+            begin = 0
+        if begin >= 0 and _SAMPLE_ENDS.search(block[begin:end]):
+            facts.sample_at = None
 
 
 def _run(probes: tuple[Probe, ...], here: _Here, facts: LogFacts) -> bool:
@@ -233,7 +252,7 @@ def _keep_telling(here: _Here, facts: LogFacts) -> None:
         facts.telling_last.append(place)
 
 
-def _sample_metrics(block: bytes, facts: LogFacts) -> None:
+def _sample_metrics(block: bytes, newlines: int, facts: LogFacts) -> None:
     """Once metrics lines are dull, the last one of each block stands for the rest."""
     start = block.rfind(b"'loss': ")
     if start < 0:
@@ -243,8 +262,7 @@ def _sample_metrics(block: bytes, facts: LogFacts) -> None:
         return
     end = block.find(b"\n", start)
     line = lines.clean(block[start : end if end >= 0 else len(block)])
-    if b"'epoch'" in line or b"'grad_norm'" in line:
-        keep_metrics(facts, _place(facts, _Here(block, start, block.count(b"\n", 0, start), line)))
+    keep_metrics(facts, _place(facts, _Here(block, start, newlines - block.count(b"\n", start), line)))
 
 
 def _tail(block: bytes, facts: LogFacts) -> list[Place]:
