@@ -108,12 +108,12 @@ class Ops:
 
         def backward(grad: Storage) -> None:
             scaled_grad = tape.new(f"{name}.grad_scaled", outputs * BF16, "activation_grads")
-            tape.mark("prebwd", f"{name}.lora_B")
+            tape.mark("pre_backward", f"{name}.lora_B")
             a_grad = tape.new(f"{name}.grad_a", spec.tokens * lora.rank * BF16, "activation_grads")
             self.weight_gradient(f"{name}.lora_B", lora.rank * linear.out_features, lora.adapter_bytes)
-            tape.mark("postbwd", f"{name}.lora_B")
+            tape.mark("post_backward", f"{name}.lora_B")
             tape.drop(scaled_grad)
-            tape.mark("prebwd", f"{name}.lora_A")
+            tape.mark("pre_backward", f"{name}.lora_A")
             self.weight_gradient(f"{name}.lora_A", lora.rank * linear.in_features, lora.adapter_bytes)
             if x.needs_grad:
                 low = tape.new(f"{name}.grad_lora_in", inputs * BF16, "activation_grads")
@@ -124,7 +124,7 @@ class Ops:
                     tape.drop(up)
                 low.view = lora.adapter_bytes == BF16
                 tape.give(x, low)
-            tape.mark("postbwd", f"{name}.lora_A")
+            tape.mark("post_backward", f"{name}.lora_A")
             tape.drop(a_grad)
             tape.give(base, tape.hold(grad))
 
