@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from dpofit.recipe.catalogue import all_recipes, catalogue_root
+from dpofit.recipe.catalogue import CatalogueEntry, all_recipes, catalogue_root
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -80,7 +80,7 @@ def test_show_json_names_each_variable_with_its_reason(dpofit: Run) -> None:
 
 
 @pytest.mark.parametrize("entry", all_recipes(), ids=lambda entry: f"{entry.file.family}/{entry.file.name}")
-def test_every_recipe_can_be_shown_and_copied(entry, dpofit: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_every_recipe_can_be_shown_and_copied(entry: CatalogueEntry, dpofit: Run, tmp_path: Path) -> None:
     name = f"{entry.file.family}/{entry.file.name}"
     assert dpofit("show", name)[0] == 0
     assert dpofit("copy", name, tmp_path / "run")[0] == 0
@@ -176,3 +176,11 @@ def test_help_has_examples(dpofit: Run, command: str) -> None:
     code, out, _ = dpofit(command, "--help")
     assert code == 0
     assert f"dpofit {command}" in out.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize("entry", all_recipes(), ids=lambda entry: f"{entry.file.family}/{entry.file.name}")
+def test_check_has_nothing_against_any_recipe(entry: CatalogueEntry, dpofit: Run) -> None:
+    code, out, _ = dpofit("check", f"{entry.file.family}/{entry.file.name}", "--json")
+    document = json.loads(out)
+    assert [finding["id"] for finding in document["findings"] if finding["severity"] != "info"] == []
+    assert code == 0
