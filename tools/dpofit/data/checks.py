@@ -140,7 +140,7 @@ _ALL = (
         "End the prompt with the user's message; the answers belong into chosen and rejected.", f"{_CONVERTER} 161-166",
     ),
     Check("prompt-empty-list", "warning", "certain", "{rows} have no prompt messages and are dropped", "Zero is an even number of messages.", _FIX, f"{_CONVERTER} 161-166"),
-    Check("kto-rows", "warning", "certain", "{rows} are KTO rows", "kto_tag turns the row into one answer and an empty one.", "Leave kto_tag out for DPO.", f"{_CONVERTER} 98-103"),
+    Check("kto-rows", "error", "certain", "kto_tag is set: rows with true or false in {column} are read as KTO rows", "alpaca rows become a pair of the response column and an empty answer, chosen and rejected are ignored; sharegpt and openai rows are dropped.", "Leave kto_tag out of `columns` for DPO.", f"{_CONVERTER} 98-103, 168-176"),
     Check("history-shape", "error", "certain", "{rows} have a history that is not [question, answer] pairs", "Unpacking it fails, and with it the whole run.", "Write history as [[question, answer], …].", f"{_CONVERTER} 86-90"),
     Check("prompt-not-text", "error", "certain", "{rows} have a prompt that is not text", "Joining prompt and query fails, and with it the whole run.", "Write the prompt as text.", f"{_CONVERTER} 92-97"),
     Check("messages-shape", "error", "certain", "{rows} have messages that are not a list of objects", "The converter fails on them, and with it the whole run.", "Write a list of messages, or [].", f"{_CONVERTER} 137-149"),

@@ -91,11 +91,15 @@ def _alpaca(row: Row, spec: Spec) -> Converted:
 
     chosen = row.get(spec.chosen) if spec.chosen else None
     rejected = row.get(spec.rejected) if spec.rejected else None
+    system = row.get(spec.system) if spec.system else ""
     if spec.kto_tag and isinstance(row.get(spec.kto_tag), bool):
-        raise _Stop(Lost("kto-rows", f"{spec.kto_tag} makes this a KTO row with one answer"))
+        if spec.response is None:
+            raise _Stop(Lost("kto-rows", f"{spec.kto_tag} is set and `columns` names no response", True))
+        answer, good = (ASSISTANT, row.get(spec.response)), row[spec.kto_tag]
+        response = [answer, (ASSISTANT, "")] if good else [(ASSISTANT, ""), answer]
+        return prompt, response, system, _tools(row, spec)
     if not (spec.ranking and isinstance(chosen, str) and isinstance(rejected, str)):
         _explain_missing(chosen, rejected, str, "text", spec)
-    system = row.get(spec.system) if spec.system else ""
     return prompt, [(ASSISTANT, chosen), (ASSISTANT, rejected)], system, _tools(row, spec)
 
 
@@ -117,6 +121,8 @@ def _sharegpt(row: Row, spec: Spec) -> Converted:
 
 def _openai(row: Row, spec: Spec) -> Converted:
     messages, system = _messages_and_system(row, spec)
+    if system and not isinstance(system, str | list):  # the converter appends text to it, even in rows it drops
+        raise _Stop(Lost("content-not-text", f"the system text is {_kind(system)}: {_short(system)}", True))
     roles = _roles(spec)
     aligned: list[tuple[str, Any]] = []
     waiting: list[Any] = []
@@ -129,7 +135,10 @@ def _openai(row: Row, spec: Spec) -> Converted:
             waiting.append(content)
             continue
         if waiting:
-            aligned.append((OBSERVATION, "\n</tool_response>\n<tool_response>\n".join(map(str, waiting))))
+            for text in waiting:
+                if not isinstance(text, str):
+                    raise _Stop(Lost("content-not-text", f"a tool's answer is {_kind(text)}: {_short(text)}", True))
+            aligned.append((OBSERVATION, "\n</tool_response>\n<tool_response>\n".join(waiting)))
             waiting = []
         if not _known(tag, roles):
             raise _Stop(Lost("role-unknown", f"role {tag!r} is not one of {_names(roles)}", True))
@@ -147,9 +156,9 @@ def _openai(row: Row, spec: Spec) -> Converted:
         tools = json.dumps(tools, ensure_ascii=False)
     if not system:
         system = "" if tools else OPENAI_SYSTEM
-    elif tools:
+    elif tools and isinstance(system, str):
         system += "\n"
-    elif "detailed thinking on" not in system and OPENAI_SYSTEM not in system:
+    elif "detailed thinking on" not in system and OPENAI_SYSTEM not in system and isinstance(system, str):
         system += "\n" + OPENAI_SYSTEM
     return aligned, response, system, tools
 
@@ -185,7 +194,8 @@ def _answers(row: Row, spec: Spec, roles: dict[Any, str]) -> list[tuple[str, Any
     chosen = row.get(spec.chosen) if spec.chosen else None
     rejected = row.get(spec.rejected) if spec.rejected else None
     if spec.kto_tag and isinstance(row.get(spec.kto_tag), bool):
-        raise _Stop(Lost("kto-rows", f"{spec.kto_tag} makes this a KTO row with one answer"))
+        # its last prompt message becomes the answer, which leaves a prompt of even length
+        raise _Stop(Lost("kto-rows", f"{spec.kto_tag} makes this a KTO row"))
     if not (spec.ranking and isinstance(chosen, dict) and isinstance(rejected, dict)):
         _explain_missing(chosen, rejected, dict, "one message object", spec)
     response = []

@@ -97,7 +97,11 @@ def write_fixed(
                     capped += 1
                 offsets.append(scratch.tell())
                 sizes.append(tokens)
-                scratch.write((json.dumps(_row(fitted, row, dataset.spec, media), ensure_ascii=False) + "\n").encode())
+                scratch.write(
+                    (json.dumps(_row(fitted, row, dataset.spec, media), ensure_ascii=False) + "\n").encode(
+                        "utf-8", "ignore"
+                    )
+                )
         _write_in_order(scratch_path, out / FILE_NAME, offsets, sizes, plan)
     finally:
         scratch_path.unlink(missing_ok=True)

@@ -94,6 +94,8 @@ def _declaration(facts: FileFacts, run: Pass) -> Iterator[DataFinding]:
     if dataset.unknown_keys:
         keys = ", ".join(dataset.unknown_keys)
         yield found("info-unknown-key", (Evidence(where, keys),), READ_ALL, {"keys": keys})
+    if spec.kto_tag and any(isinstance(row.get(spec.kto_tag), bool) for row in facts.first_rows):
+        yield found("kto-rows", (Evidence(where, f"kto_tag: {spec.kto_tag}"),), READ_ALL, {"column": spec.kto_tag})
     for absent in absent_columns(spec, facts.columns):
         have = ", ".join(sorted(column for column in facts.columns if "." not in column and "[" not in column))
         fix = _mapping(suggestion, facts) or f"Name one of the columns the rows have: {have}."
@@ -133,7 +135,7 @@ def _row_findings(run: Pass, skip_lost: bool) -> Iterator[DataFinding]:
     for check_id, tally in run.tallies.items():
         if check_id.startswith("cutoff-") or (skip_lost and check_id in ANSWER_REASONS):
             continue
-        if check_id == "not-ranked":
+        if check_id in ("not-ranked", "kto-rows"):
             continue  # said once for the data set
         fix = ""
         if check_id in ("answer-shape", "role-tags"):

@@ -27,6 +27,10 @@ CSV_NULLS = frozenset(
     )
 )
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|inf|infinity)\s*", re.IGNORECASE)
+# pyarrow refuses JSON lines with either half alone; pandas drops a lone first half from a list and refuses a second
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE_LOW = re.compile("[\udc00-\udfff]")
 _BOOLEANS = {"True": True, "TRUE": True, "true": True, "False": False, "FALSE": False, "false": False}
 
 
@@ -93,7 +97,7 @@ def _array(path: Path, text: _Text) -> Iterator[tuple[int, Row]]:
         raise LoadFailure(path.name, "holds no rows", "Write at least one pair")
     while True:
         number += 1
-        yield number, _object(path, number, text)
+        yield number, _object(path, number, text, _LONE_LOW)
         separator = text.peek()
         if separator not in ("]", ","):
             why = "the file ends inside the list" if separator == "" else f"{separator!r} where ',' or ']' belongs"
@@ -108,12 +112,12 @@ def _array(path: Path, text: _Text) -> Iterator[tuple[int, Row]]:
 def _lines(path: Path, text: _Text) -> Iterator[tuple[int, Row]]:
     while text.peek() != "":
         line = text.line
-        yield line, _object(path, line, text)
+        yield line, _object(path, line, text, _LONE_SURROGATE)
 
 
-def _object(path: Path, number: int, text: _Text) -> Row:
+def _object(path: Path, number: int, text: _Text, unloadable: re.Pattern[str]) -> Row:
     try:
-        row = text.decode()
+        row, escaped = text.decode()
     except json.JSONDecodeError as error:
         where = f"{path.name}:{number}"
         raise LoadFailure(
@@ -122,6 +126,9 @@ def _object(path: Path, number: int, text: _Text) -> Row:
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise LoadFailure(f"{path.name}:{number}", f"the row is a {kind}, not an object", "Write one object per pair")
+    if escaped and unloadable.search(json.dumps(row, ensure_ascii=False)):
+        fix = "Remove the broken escape (\\ud800 to \\udfff without its other half)"
+        raise LoadFailure(f"{path.name}:{number}", "half of a surrogate pair", fix)
     return row
 
 
@@ -147,8 +154,8 @@ class _Text:
     def skip(self, character: str) -> None:
         self._at += len(character)
 
-    def decode(self) -> Any:
-        """The JSON value that starts here. Raises json.JSONDecodeError."""
+    def decode(self) -> tuple[Any, bool]:
+        """The JSON value that starts here, and whether it has escaped surrogates. Raises json.JSONDecodeError."""
         self.peek()
         size = CHUNK_CHARS
         while True:
@@ -160,9 +167,10 @@ class _Text:
                     raise
                 size *= 2  # so that a long row is scanned a logarithmic number of times
             else:
+                escaped = _ESCAPED_SURROGATE.search(self._buffer, self._at, end) is not None
                 self.line += self._buffer.count("\n", self._at, end)
                 self._at = end
-                return value
+                return value, escaped
 
     def _more(self, size: int) -> bool:
         if self._ended:

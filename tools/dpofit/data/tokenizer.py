@@ -9,6 +9,7 @@ from typing import Any
 
 from dpofit.data.templates import Template
 
+# Lone surrogates cannot be encoded; pandas drops them from a JSON list, and JSON lines with them do not load.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -23,7 +24,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids without special tokens of the post-processor, as `tokenizer.encode(text, add_special_tokens=False)`."""
-        clean = [text if text.isascii() else _SURROGATE.sub("\ufffd", text) for text in texts]
+        clean = [text if text.isascii() else _SURROGATE.sub("", text) for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch(clean, add_special_tokens=False)]
 
     def special(self, name: str) -> list[int]:
