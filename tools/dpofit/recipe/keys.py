@@ -78,12 +78,12 @@ def deepspeed_keys(section: str) -> dict[str, DeepSpeedKey]:
     return {name: DeepSpeedKey(key["field"], key["default"]) for name, key in _data()["deepspeed"][section].items()}
 
 
-def nearest(name: str, names: list[str] | tuple[str, ...]) -> str | None:
-    """The known name that looks most like this one, if any does."""
+def nearest(name: str, names: list[str] | tuple[str, ...], likeness: float = 0.72) -> str | None:
+    """The known name that looks most like this one, if any does (difflib's ratio, 0 to 1)."""
     import difflib  # only when something is wrong
 
     lowered = {known.lower(): known for known in names}
-    found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.72)
+    found = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=likeness)
     return lowered[found[0]] if found else None
 
 
@@ -120,7 +120,7 @@ def wrong_choice(key: KnownKey, value: Any) -> tuple[str, str] | None:
     """(what is wrong, what would be right) when a value is not among a key's choices, or None."""
     if not key.choices or value is None or not isinstance(value, str) or value in key.choices:
         return None
-    close = nearest(value, key.choices)
+    close = nearest(value, key.choices, likeness=0.6)
     meant = f"Did you mean {close}? " if close else ""
     return f"is {value!r}", f"{meant}Choose one of {', '.join(key.choices)}."
 
