@@ -21,16 +21,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PROSE = (
-    "when a model answers well people tend to read past its mistakes and the pairs that were meant to teach it "
-    "caution end up teaching it style so the longer answer wins and nobody notices until the rewards drift apart"
-).split()
+PROSE = """when a model answers well people tend to read past its mistakes and the pairs that were meant to teach it
+caution end up teaching it style so the longer answer wins and nobody notices until the rewards drift apart"""
+KEYS = "loss grad_norm learning_rate rewards/chosen rewards/rejected rewards/margins logps/chosen epoch"
 
 
 def training(rng: random.Random, step: int) -> Iterator[str]:
     """What LLaMA-Factory with DeepSpeed writes around one logged step."""
     values = [rng.random() for _ in range(8)]
-    keys = "loss grad_norm learning_rate rewards/chosen rewards/rejected rewards/margins logps/chosen epoch".split()
+    keys = KEYS.split()
     clock = f"{step // 3600 % 24:02d}:{step // 60 % 60:02d}:{step % 60:02d}"
     for part in range(4):
         bar = "█" * (step % 10) + " " * (10 - step % 10)
@@ -43,14 +42,14 @@ def training(rng: random.Random, step: int) -> Iterator[str]:
     if step % 10 == 0:
         for rank in range(8):
             yield (
-                f"[rank{rank}]:W1028 {clock}.{step % 1000:03d} {7000 + rank} site-packages/torch/utils/checkpoint.py:429] "
+                f"[rank{rank}]:W1028 {clock}.{step % 1000:03d} {7000 + rank} torch/utils/checkpoint.py:429] "
                 "UserWarning: torch.utils.checkpoint: the use_reentrant parameter should be passed explicitly.\n"
             )
 
 
 def prose(rng: random.Random, step: int) -> Iterator[str]:
     yield from training(rng, step)
-    yield "sample: " + " ".join(rng.choices(PROSE, k=40)) + "\n"
+    yield "sample: " + " ".join(rng.choices(PROSE.split(), k=40)) + "\n"
 
 
 def noise(rng: random.Random, step: int) -> Iterator[str]:

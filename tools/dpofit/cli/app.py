@@ -23,6 +23,7 @@ COMMANDS = {
     "limits": "The longest prompt that fits, and what binds.",
     "compare": "Recipes side by side: memory, longest prompt, relative step time.",
     "data": "Check preference data: what is dropped or cut, what sets the peak, what does harm.",
+    "doctor": "What went wrong first in a training run, from its logs.",
 }
 
 
@@ -74,5 +75,3 @@ def _version_option(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     pass
-
-

@@ -41,6 +41,7 @@ class Report:
     root: Event | None
     followed: tuple[Evidence, ...]
     telling_lines: tuple[Evidence, ...]
+    logs: tuple[LogFacts, ...]
 
 
 def report(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> Report:
@@ -58,7 +59,8 @@ def report(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> Report:
         for case in _first_of_each(cases)
         if root and case.diagnosis.role != "advice" and case.diagnosis.id != root.diagnosis.id and case.run == root.run
     ]
-    return Report(tuple(findings), root.event if root else None, tuple(followed), _telling(logs, bool(findings)))
+    telling = () if findings else _telling(logs)
+    return Report(tuple(findings), root.event if root else None, tuple(followed), telling, tuple(logs))
 
 
 def _holding(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> list[Case]:
@@ -80,9 +82,7 @@ def _holding(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> list[
                 continue
             run = sum(launch.offset < event.place.offset for launch in log.launches)
             cases.append(Case(diagnosis, event, {**when(event), **event.groups, **details}, number, run))
-    replaced = {
-        (case.log, case.event.place.offset, less) for case in cases for less in case.diagnosis.refines
-    }
+    replaced = {(case.log, case.event.place.offset, less) for case in cases for less in case.diagnosis.refines}
     cases = [case for case in cases if (case.log, case.event.place.offset, case.diagnosis.id) not in replaced]
     return cases + _over_all_logs(logs, diagnoses)
 
@@ -136,9 +136,9 @@ def _recovered(case: Case, logs: Sequence[LogFacts]) -> bool:
     if any(place.offset < start.offset < run_end for start in log.starts):
         return False  # a new attempt: this one had failed
     last_run = run_end > log.size_bytes
-    if last_run and place.step is not None and log.progress and log.progress[1] == place.steps:
-        if log.progress[0] > place.step + MOVED_ON_STEPS:
-            return True
+    at_end = log.progress if last_run and log.progress and log.progress[1] == place.steps else None
+    if at_end and place.step is not None and at_end[0] > place.step + MOVED_ON_STEPS:
+        return True
     done_before = any(done.offset < place.offset for done in log.done)
     failed_after = any(failure.offset > place.offset for failure in log.failures)
     return done_before and not failed_after and case.diagnosis.role == "consequence"
@@ -229,15 +229,14 @@ class _Missing(dict[str, str]):
         return ""
 
 
-def _telling(logs: Sequence[LogFacts], diagnosed: bool) -> tuple[Evidence, ...]:
-    """For a log without a diagnosis: its first and last lines that sound like trouble, then how it ends."""
-    if diagnosed:
-        return ()
+def _telling(logs: Sequence[LogFacts]) -> tuple[Evidence, ...]:
+    """For logs without a diagnosis: the first and last lines that sound like trouble, then how each ends."""
     places: dict[tuple[str, int], Place] = {}
     for log in logs:
         for place in [*log.telling_first, *log.telling_last, *log.tail]:
             places.setdefault((place.file, place.line), place)
-    return tuple(Evidence(_where(place), lines.shown(place.text)) for place in list(places.values())[:SHOWN_TELLING * len(logs)])
+    shown = list(places.values())[: SHOWN_TELLING * len(logs)]
+    return tuple(Evidence(_where(place), lines.shown(place.text)) for place in shown)
 
 
 def _where(place: Place) -> str:

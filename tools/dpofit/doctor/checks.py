@@ -160,9 +160,7 @@ def node_rank_twice(logs: Sequence[LogFacts]) -> tuple[int, Event] | None:
     return None
 
 
-LOGS_CHECKS: dict[str, Callable[[Sequence[LogFacts]], tuple[int, Event] | None]] = {
-    "node_rank_twice": node_rank_twice
-}
+LOGS_CHECKS: dict[str, Callable[[Sequence[LogFacts]], tuple[int, Event] | None]] = {"node_rank_twice": node_rank_twice}
 
 
 def decoded(message: str, shape: Shape, rows: int, longest: int | None, world_size: int | None) -> list[str]:

@@ -61,9 +61,7 @@ class LogFacts:
     size_bytes: int = 0
     lines: int = 0
     events: list[Event] = field(default_factory=list)
-    contexts: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # `before`, `unless`: where
+    contexts: dict[str, list[int]] = field(default_factory=dict)  # `before`, `unless`: where
     metrics: list[Metrics] = field(default_factory=list)
     readings: list[HostReading] = field(default_factory=list)
     launches: list[Place] = field(default_factory=list)  # a launcher started: a new run in the same log
@@ -71,6 +69,7 @@ class LogFacts:
     starts: list[Place] = field(default_factory=list)  # the training loop began
     failures: list[Place] = field(default_factory=list)  # a launcher said that a rank failed
     node_ranks: list[tuple[Place, int, int]] = field(default_factory=list)  # where, number of nodes, node rank
+    world_size: int | None = None
     saves: list[Place] = field(default_factory=list)
     done: list[Place] = field(default_factory=list)  # the training loop ended well
     telling_first: list[Place] = field(default_factory=list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import fmean, pstdev
 
 from dpofit.doctor.facts import Event, LogFacts, Metrics
@@ -59,7 +60,7 @@ def rewards_fall(records: Sequence[Metrics], facts: LogFacts) -> Event | None:
         quarter = len(side) // 4
         quarters = [side[start * quarter : (start + 1) * quarter] for start in range(4)]
         means = [fmean(each) for each in quarters]
-        falls = all(later < earlier for earlier, later in zip(means, means[1:], strict=False))
+        falls = all(later < earlier for earlier, later in pairwise(means))
         if not falls or means[-1] >= 0 or means[0] - means[-1] <= 2 * pstdev(quarters[0]):
             return None
     last = records[-1]

@@ -11,6 +11,7 @@ from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, Literal
 
 import yaml
+
 from dpofit.errors import BadInput, Problem
 from dpofit.findings import Severity
 

@@ -58,9 +58,7 @@ def read_oom(text: str) -> Oom:
     wanted = _WANTED.search(text)
     wanted_bytes = _bytes(wanted) if wanted else None
     numbers = {
-        name: _bytes(match)
-        for name, pattern in _FIELDS.items()
-        if name != "device" and (match := pattern.search(text))
+        name: _bytes(match) for name, pattern in _FIELDS.items() if name != "device" and (match := pattern.search(text))
     }
     device = _FIELDS["device"].search(text)
     allocated, reserved = numbers.get("allocated"), numbers.get("reserved")
@@ -102,4 +100,3 @@ def _within(match: re.Match[str]) -> tuple[int, int]:
     if printed >= 10 << 20:
         return max(1, printed - half - ROUNDING_BYTES + 1), printed + half
     return 1, printed + half  # 2 MiB and 20 MiB are what small requests become
-

@@ -29,7 +29,8 @@ RESTARTED = r"attempts left; will restart worker group"
 METRICS = r"'loss': '?[-\dni]"
 FAILED = r"failed \(exitcode: -?\d+\)|ChildFailedError|exits with return code = -?[1-9]"
 NODE_RANK = r"num nodes: (\d{1,6}), node rank: (\d{1,6})"
-SAMPLE = r"training example:|eval example:"  # llamafactory 0.9.5 data/loader.py: then comes text of the user's, whatever it says
+WORLD_SIZE = r"Process rank: \d+, world size: (\d{1,6})"  # llamafactory 0.9.5 hparams/parser.py
+SAMPLE = r"training example:|eval example:"  # llamafactory 0.9.5 data/loader.py: then comes any text of the user's
 HOST_READING = r"CPU Virtual Memory:\s+used = ([\d.]+) GB, percent = ([\d.]+)%"
 
 Take = Callable[[LogFacts, Place, re.Match[bytes]], None]
@@ -68,6 +69,7 @@ def _own_probes() -> Iterator[Probe]:
     yield _probe(FAILED, lambda facts, place, match: _keep(facts.failures, place))
     yield _probe(NODE_RANK, _keep_node_rank)
     yield _probe(SAMPLE, _sample_begins)
+    yield _probe(WORLD_SIZE, _keep_world_size)
 
 
 def _keep(kept: list, value: object) -> None:
@@ -119,6 +121,10 @@ def _keep_reading(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None
 
 def _keep_node_rank(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:
     _keep(facts.node_ranks, (place, int(match[1]), int(match[2])))
+
+
+def _keep_world_size(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:
+    facts.world_size = int(match[1])
 
 
 def _sample_begins(facts: LogFacts, place: Place, match: re.Match[bytes]) -> None:

@@ -21,20 +21,13 @@ def open_log(name: str) -> BinaryIO:
 
     Raises BadInput when the file is missing, a folder or unreadable.
     """
-    if name == "-":
-        return sys.stdin.buffer
     try:
-        stream = Path(name).open("rb", buffering=0)
-        magic = stream.read(2)
-        stream.seek(0) if stream.seekable() else None
+        stream = sys.stdin.buffer if name == "-" else Path(name).open("rb")  # noqa: SIM115 the caller closes it
+        magic = stream.peek(2)[:2]  # type: ignore[union-attr]  # a buffered reader; a pipe can't seek back
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise BadInput(
-            Problem(name, None, f"cannot read this log: {reason}", "Give a log file, or - for stdin")
-        ) from None
-    if magic == b"\x1f\x8b" and stream.seekable():
-        return gzip.GzipFile(fileobj=stream)  # type: ignore[return-value]
-    return stream  # type: ignore[return-value]
+        wrong = f"cannot read this log: {error.strerror or error}"
+        raise BadInput(Problem(name, None, wrong, "Give a log file, or - for standard input")) from None
+    return gzip.GzipFile(fileobj=stream) if magic == b"\x1f\x8b" else stream  # type: ignore[return-value]
 
 
 def open_all(names: Sequence[str]) -> list[tuple[str, BinaryIO]]:

@@ -37,7 +37,8 @@ _TRACEBACK_FRAME = re.compile(rb'^\S*\s*File "|^\S*\s+raise |Traceback \(most re
 
 # What the log itself writes after a printed training example, which may hold anything.
 _SAMPLE_ENDS = re.compile(
-    rb"(?:^|[\r\n])(?:\[(?:INFO|WARNING|ERROR|rank\d|default\d|20\d\d-)|[\w ]{0,40}:? +\d+%\||\*{5} Running|[IWE]\d{4} \d\d:)"
+    rb"(?:^|[\r\n])(?:\[(?:INFO|WARNING|ERROR|rank\d|default\d|20\d\d-)|[IWE]\d{4} \d\d:"
+    rb"|[\w ]{0,40}:? +\d+%\||\*{5} Running)"
 )
 
 _FOLD = bytes(byte + 32 if 65 <= byte <= 90 else 10 if byte == 13 else byte for byte in range(256))

@@ -79,9 +79,7 @@ def _fixed(shape: Shape, world_size: int | None) -> list[tuple[str, str, int]]:
     return found
 
 
-def _per_token(
-    wanted: int, within: tuple[int, int], shape: Shape, rows: int, longest: int | None
-) -> list[Guess]:
+def _per_token(wanted: int, within: tuple[int, int], shape: Shape, rows: int, longest: int | None) -> list[Guess]:
     per_token = (
         ("fp32 logits", shape.vocab, 4),
         ("bf16 logits", shape.vocab, 2),
