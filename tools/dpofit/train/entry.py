@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     Under torchrun an exception also reaches the agent as structured text (torch's `record`), so that whoever
     started the job can be told which rank failed first and why.
     """
-    die_with_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ or "DPOFIT_STATE" in os.environ:
+        die_with_parent()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -48,9 +49,9 @@ def recipe_arguments(reference: str, overrides: Sequence[str] = ()) -> dict[str,
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM here when the agent dies: torchrun's workers lead sessions of their own, so
+    """Have the kernel send SIGTERM here when our parent dies: torchrun's workers lead sessions of their own, so
     nothing else would reach them if it is killed outright (prctl(2), PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)
 
 
@@ -66,11 +67,15 @@ def _train(arguments: Sequence[str]) -> None:
 
     phases = Phases.from_environment()
     phases.enter("start")
+    if os.environ.get("DPOFIT_CPU") == "1":
+        from dpofit.train.cpu import prepare as prepare_cpu
+
+        prepare_cpu("deepspeed" in settings)
     smoke = os.environ.get("DPOFIT_SMOKE")
     if smoke:
         from dpofit.train.smoke import prepare
 
-        prepare(settings, Path(smoke))
+        prepare(Path(smoke))
     guard.install()
     from dpofit.train import hooks
 

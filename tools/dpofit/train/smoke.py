@@ -13,17 +13,12 @@ from transformers import TrainerCallback
 PLAN_FILE, WEIGHTS = "smoke.json", "model.safetensors"
 
 
-def prepare(settings: dict[str, Any], folder: Path) -> None:
-    """Before the run: CPU stand-ins if the plan says so, and the tiny model's weights, made once by local rank 0."""
+def prepare(folder: Path) -> None:
+    """Before the run: the tiny model's weights, made once by local rank 0."""
     plan = json.loads((folder / PLAN_FILE).read_text())
-    if plan["cpu"]:
-        from dpofit.train.cpu import prepare as prepare_cpu
-
-        prepare_cpu("deepspeed" in settings)
     model = folder / "model"
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        if not (model / WEIGHTS).exists():
-            _make_weights(model, float(plan["head_scale"]))
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not (model / WEIGHTS).exists():
+        _make_weights(model, float(plan["head_scale"]))
     deadline = time.monotonic() + 300
     while not (model / WEIGHTS).exists():
         if time.monotonic() > deadline:

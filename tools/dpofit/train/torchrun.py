@@ -13,6 +13,10 @@ FAILURES_FILE = "failures.json"
 
 def main() -> None:
     """`python -m dpofit.train.torchrun ARGUMENTS` is `torchrun ARGUMENTS`; `DPOFIT_STATE` names the folder."""
+    from dpofit.train.entry import die_with_parent
+
+    if "DPOFIT_STATE" in os.environ:
+        die_with_parent()
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

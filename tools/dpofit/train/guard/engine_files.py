@@ -16,6 +16,7 @@ from typing import Any
 
 from dpofit.train.guard.backends import Extents
 from dpofit.train.guard.config import GuardConfig
+from dpofit.train.guard.steps import reached
 from dpofit.train.guard.stock import instance_attribute
 from dpofit.train.guard.torch_file import save_bounded
 
@@ -50,6 +51,7 @@ def guarded_engine(engine: Any, folder: Path, config: GuardConfig, failures: lis
 
     @functools.wraps(stock_save_checkpoint)
     def save_checkpoint(save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **kw: Any) -> Any:
+        reached("state-started")
         done = stock_save_checkpoint(save_dir, tag, client_state or {}, save_latest=False, **kw)
         if save_latest and engine.global_rank == 0:
             latest = str(tag) if tag is not None else f"global_step{engine.global_steps}"

@@ -1,0 +1,91 @@
+"""What config.json says about a decoder's tensors, checked by rules that hold for every architecture with these keys."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+
+_LAYER = re.compile(r"^(.*?(?:layers|h|blocks))\.(\d+)\.(.+)$")
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte)\.weight$")
+_HEAD = re.compile(r"(^|\.)lm_head\.weight$")
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+def expected_problems(config: Mapping[str, Any], shapes: Shapes) -> list[str]:
+    """Sentences naming tensors that are missing or have the wrong shape or dtype; empty if none is found.
+
+    Checked: the number of layers, that every layer has the same tensors with the same shapes (unless the config
+    names layer types or experts), embedding and head against vocab_size and hidden_size, a missing head when
+    embeddings aren't tied, and the declared dtype. Keys that a config lacks are not guessed.
+    """
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return [
+        *_layers(text, shapes),
+        *_vocabulary(text, config, shapes),
+        *_dtype(config, shapes),
+    ]
+
+
+def _layers(text: Mapping[str, Any], shapes: Shapes) -> list[str]:
+    wanted = text.get("num_hidden_layers")
+    if not isinstance(wanted, int):
+        return []
+    stacks: dict[str, dict[int, dict[str, tuple[int, ...]]]] = defaultdict(lambda: defaultdict(dict))
+    for name, (_, shape) in shapes.items():
+        if (match := _LAYER.match(name)) and "visual" not in name and "vision" not in name:
+            stacks[match[1]][int(match[2])][match[3]] = shape
+    if not stacks:
+        return ["no tensor belongs to a layer"]
+    prefix, layers = max(stacks.items(), key=lambda item: len(item[1]))
+    problems = []
+    missing = sorted(set(range(wanted)) - set(layers))
+    if missing:
+        problems.append(f"num_hidden_layers is {wanted}; {prefix} lacks {', '.join(map(str, missing[:8]))}")
+    if extra := sorted(set(layers) - set(range(wanted))):
+        problems.append(f"num_hidden_layers is {wanted}; {prefix} also has {', '.join(map(str, extra[:8]))}")
+    if _uniform(text) and layers:
+        usual = max(layers.values(), key=len)
+        for index, tensors in sorted(layers.items()):
+            for tensor, shape in usual.items():
+                if tensor not in tensors:
+                    problems.append(f"{prefix}.{index}.{tensor} is missing; other layers have it")
+                elif tensors[tensor] != shape:
+                    problems.append(f"{prefix}.{index}.{tensor} is {list(tensors[tensor])}, elsewhere {list(shape)}")
+    return problems
+
+
+def _uniform(text: Mapping[str, Any]) -> bool:
+    kinds = text.get("layer_types")
+    mixed = isinstance(kinds, list) and len(set(kinds) - {"full_attention", "sliding_attention"}) > 0
+    return not mixed and not any("expert" in key or "moe" in key for key in text)
+
+
+def _vocabulary(text: Mapping[str, Any], config: Mapping[str, Any], shapes: Shapes) -> list[str]:
+    vocab, hidden = text.get("vocab_size"), text.get("hidden_size")
+    problems = []
+    embeddings = [name for name in shapes if _EMBEDDING.search(name)]
+    heads = [name for name in shapes if _HEAD.search(name)]
+    if isinstance(vocab, int) and isinstance(hidden, int):
+        for name in (*embeddings, *heads):
+            if shapes[name][1] != (vocab, hidden):
+                problems.append(f"{name} is {list(shapes[name][1])}; vocab_size and hidden_size say [{vocab}, {hidden}]")
+    generates = any("CausalLM" in kind or "ConditionalGeneration" in kind for kind in config.get("architectures") or [])
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    if generates and tied is False and embeddings and not heads:
+        problems.append("tie_word_embeddings is false and lm_head.weight is missing")
+    return problems
+
+
+def _dtype(config: Mapping[str, Any], shapes: Shapes) -> list[str]:
+    declared = _DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))))
+    if declared is None or "quantization_config" in config:
+        return []
+    matrices = {name: dtype for name, (dtype, shape) in shapes.items() if len(shape) == 2}
+    odd = [name for name, dtype in matrices.items() if dtype != declared]
+    if odd and len(odd) == len(matrices):
+        return [f"dtype is {config.get('dtype', config.get('torch_dtype'))}; every matrix is {matrices[odd[0]]}"]
+    return []
