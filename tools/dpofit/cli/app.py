@@ -24,6 +24,8 @@ COMMANDS = {
     "compare": "Recipes side by side: memory, longest prompt, relative step time.",
     "data": "Check preference data: what is dropped or cut, what sets the peak, what does harm.",
     "doctor": "What went wrong first in a training run, from its logs.",
+    "verify": "Is a checkpoint whole: sizes, checksums, every tensor once, shapes against config.",
+    "repair": "A Hugging Face folder from a checkpoint that has only its ZeRO files.",
 }
 
 
