@@ -52,7 +52,6 @@ class GpuPrediction:
     high_bytes: int
     allocated_bytes: int
     reserved: Reserved
-    reserved_without_expandable_bytes: int
     overhead: Overhead
     expandable: bool
     peak: Peak  # the phase with the highest allocated bytes, and what they are
@@ -91,11 +90,14 @@ def default_mix(job: Job) -> tuple[Lengths, ...]:
     )
 
 
-def predict(job: Job, mix: tuple[Lengths, ...] | None = None) -> Prediction:
-    """Predict one job. `mix`: lengths of other batches of the run. Raises BadInput for what is not modelled."""
+def predict(job: Job, mix: tuple[Lengths, ...] | None = None, plan: Plan | None = None) -> Prediction:
+    """Predict one job. `mix`: lengths of other batches of the run; `plan`: of the same job at another length.
+
+    Raises BadInput for what is not modelled.
+    """
     check_scope(job.recipe, job.model)
     mix = default_mix(job) if mix is None else mix
-    plan = plan_steps(job)
+    plan = plan or plan_steps(job)
     program = build_program(job, plan)
     gpu = _gpu(job, plan, program, mix)
     row_lengths = tuple(lengths.row_tokens for lengths in mix)
@@ -120,19 +122,23 @@ def _gpu(job: Job, plan: Plan, program: Program, mix: tuple[Lengths, ...]) -> Gp
     expandable = expandable_segments(job)
     steps = [steady_step(replace(job, lengths=lengths), plan) for lengths in mix]
     room = max(capacity - beside.total_bytes, 1)
-    in_room = reserved(program, steps, expandable=expandable, capacity_bytes=room)
-    one_length = reserved(program, [], expandable=expandable, capacity_bytes=None)
-    plain = one_length if not expandable else reserved(program, [], expandable=False, capacity_bytes=None)
-    held = max(in_room.peak_bytes, one_length.peak_bytes) if in_room.out_of_memory else in_room.peak_bytes
+    held = reserved(program, steps, expandable=expandable, capacity_bytes=room)
+    if held.out_of_memory:  # what it would have wanted, from the longest rows alone
+        wanted = reserved(program, [], expandable=expandable, capacity_bytes=None)
+        held = replace(held, peak_bytes=max(held.peak_bytes, wanted.peak_bytes), phases=wanted.phases)
     error = residuals()
-    low = beside.low_bytes + int(peak.size_bytes * (1 + error.allocated[0]))
-    high = beside.high_bytes + int(max(held, one_length.peak_bytes) * (1 + error.reserved[1]))
+    used = beside.total_bytes + held.peak_bytes
+    low = min(beside.low_bytes + int(peak.size_bytes * (1 + error.allocated[0])), used)
+    high = beside.high_bytes + int(held.peak_bytes * (1 + error.reserved[1]))
     phases = {name: p for name in PHASES for p in peaks if p.phase == name and p.step != 1}
     first = {p.phase: p for p in peaks if p.step == 1}
-    return GpuPrediction(
-        capacity, beside.total_bytes + held, min(low, beside.total_bytes + held), high, peak.size_bytes,
-        replace(in_room, peak_bytes=held), plain.peak_bytes, beside, expandable, peak, phases, first,
-    )  # fmt: skip
+    return GpuPrediction(capacity, used, low, high, peak.size_bytes, held, beside, expandable, peak, phases, first)
+
+
+def reserved_without_expandable(prediction: Prediction) -> int:
+    """What the allocator would reserve with expandable_segments:False at the longest rows, nothing bounding it."""
+    job = prediction.job
+    return reserved(build_program(job, plan_steps(job)), [], expandable=False, capacity_bytes=None).peak_bytes
 
 
 def _verdict(low_bytes: int, high_bytes: int, capacity_bytes: int) -> Verdict:

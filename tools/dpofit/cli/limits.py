@@ -1,0 +1,51 @@
+"""`dpofit limits`: the longest prompt that fits."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from dpofit.cli import job_options as options
+
+
+def command(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Names, paths or a whole family; overrides.")
+    ],
+    gpu: options.GpuOption = None,
+    nodes: options.NodesOption = None,
+    gpus_per_node: options.GpusPerNodeOption = None,
+    host_ram: options.HostRamOption = None,
+    disk: options.DiskOption = None,
+    response: options.ResponseOption = None,
+    chosen: options.ChosenOption = None,
+    rejected: options.RejectedOption = None,
+    no_padding: options.NoPaddingOption = False,
+    stack: options.StackOption = "pinned",
+    as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.limits/1.")] = False,
+) -> None:
+    """The longest prompt that fits (in steps of 8 tokens), what binds there, and the cutoff_len to set.
+
+    Answers are 1,024 tokens unless given. Exit code 1 when some recipe fits at no length.
+
+    \b
+    Examples:
+      dpofit limits qwen2.5-72b-dpo
+      dpofit limits full-z3 full-z3-unsloth-gc --gpu h20-96g --nodes 12 --host-ram 2000GiB
+      dpofit limits my.yaml per_device_train_batch_size=2 --gpu 64GiB --response 512 --json
+    """
+    from dpofit.report.limits import limits_document, print_limits
+    from dpofit.report.rows import limit_rows
+
+    references, overrides = options.split_overrides(arguments)
+    flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, None,
+                             options.DEFAULT_RESPONSE if response is None and chosen is None and rejected is None
+                             else response, chosen, rejected, None, no_padding, stack)  # fmt: skip
+    rows = limit_rows(options.plan_jobs(references, overrides, flags))
+    if as_json:
+        print(json.dumps(limits_document(rows), indent=2))
+    else:
+        print_limits(rows)
+    raise typer.Exit(1 if any(row.limit.prompt_tokens is None for row in rows) else 0)

@@ -1,0 +1,58 @@
+"""Remarks on a prediction: what was not checked, what binds by chance, which popular switch does nothing here."""
+
+from __future__ import annotations
+
+from dpofit.memory.predict import DEFAULT_MIX, Prediction
+from dpofit.recipe.notes import Note
+from dpofit.units import format_gib
+
+
+def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
+    """Ids are stable."""
+    job, gpu, host = prediction.job, prediction.gpu, prediction.host
+    recipe = job.recipe
+    notes = []
+
+    def note(identifier: str, text: str) -> None:
+        notes.append(Note(identifier, text))
+
+    if prediction.host_verdict is None:
+        note(
+            "host-not-checked", f"Host RAM is not known: {format_gib(host.peak_bytes)} a node are needed (--host-ram)."
+        )
+    if not mix_given:
+        shares = " and ".join(f"{share:.0%}" for share in DEFAULT_MIX)
+        note("mix-assumed", f"Other batches assumed at {shares} of the longest row (--lengths FILE gives real ones).")
+    if gpu.reserved.out_of_memory and prediction.gpu_verdict != "oom":
+        note("fragmentation", "Replayed over mixed lengths the allocator runs out: fragmentation decides.")
+    elif gpu.reserved.retries_per_step:
+        text = f"The allocator empties its cache {gpu.reserved.retries_per_step:.1f} times a step to go on: slow."
+        note("allocator-retries", text)
+    if not gpu.expandable:
+        note("expandable-off", "expandable_segments is off: segments of shorter batches stay and fragment memory.")
+    if host.high_bytes > host.peak_bytes and recipe.saves and job.full and job.zero_stage == 3:
+        text = (
+            "DeepSpeed's native save can keep the last 16-bit model alive beside the new one; the high figure has both."
+        )
+        note("save-leak", text)
+    if recipe.use_unsloth_gc and recipe.gradient_checkpointing:
+        text = (
+            f"unsloth gc takes checkpoints off the GPU into pinned host blocks, rounded to powers of two and never "
+            f"returned: {format_gib(host.pinned_bytes)} a node pinned in all."
+        )
+        note("unsloth-gc-pins-host", text)
+    if recipe.zero is not None and recipe.zero.offload_optimizer == "cpu":
+        note("offload-not-activations", "Offload moves states, not activations or logits.")
+    if "paged" in recipe.optim:
+        note(
+            "paged-optimizer", "Paged optimizer states live in managed memory; counted on the host, where they can go."
+        )
+    if recipe.saves and not recipe.save_total_limit:
+        note("disk-grows", "No save_total_limit: every checkpoint stays; the total counts one.")
+    if recipe.gradient_accumulation > 1 and job.zero_stage >= 2:
+        note("accumulation-free", "Gradient accumulation changes no memory peak under ZeRO-2 and 3.")
+    if job.model.sliding_window:
+        note("sliding-window", "Sliding-window attention is planned as full attention: same memory without a mask.")
+    if job.cluster.gpu.bf16 is False and (recipe.bf16 or recipe.pure_bf16):
+        note("no-bf16", f"{job.cluster.gpu.name} has no bf16: the run would need fp16: true.")
+    return notes
