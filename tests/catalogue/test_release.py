@@ -101,7 +101,7 @@ def test_a_deleted_release_fails_the_check(checkout: Path, render_recipes: Run) 
 
 
 def test_an_unknown_key_in_a_card_is_refused_by_name(checkout: Path, render_recipes: Run) -> None:
-    replace(checkout / "recipes/qwen2.5-7b-dpo/card.yaml", "prompt_tokens: 7168", "promt_tokens: 7168")
+    replace(checkout / "recipes/qwen2.5-7b-dpo/card.yaml", "prompt_tokens: 6144", "promt_tokens: 6144")
     done = render_recipes("--check", "--root", checkout)
     assert done.returncode == 2
     assert "recipes.full-z3.prompt_tokens: Field required" in done.stderr
