@@ -50,13 +50,23 @@ def _whole(events: list[Event], index: int, namespace: str) -> Iterator[Request]
 
 def _middle(events: list[Event], indices: range, namespace: str) -> Iterator[Request]:
     """Only requests whose other half lies outside these iterations."""
-    allocated = {event.tag: event.shift for event in events if event.size_bytes > 0}
-    freed = {event.tag: event.shift for event in events if event.size_bytes < 0}
-    crossing = [event for event in events if allocated.get(event.tag) != freed.get(event.tag)]
+    by_tag: dict[str, list[Event]] = {}
+    for event in events:
+        by_tag.setdefault(event.tag, []).append(event)
+    crossing = [event for event in events if not _contained(by_tag[event.tag])]
+    kept: dict[tuple[str, bool], Request] = {}  # in order; a storage that appears and goes inside leaves nothing
     for index in indices:
         for event in crossing:
-            storage_index = index + event.shift
-            partner = freed if event.size_bytes > 0 else allocated
-            if event.tag in partner and storage_index - partner[event.tag] in indices:
-                continue
-            yield Request(f"{namespace}{event.tag}#{storage_index}", event.size_bytes, event.stream)
+            storage = f"{namespace}{event.tag}#{index + event.shift}"
+            appears = event.size_bytes > 0
+            if appears or kept.pop((storage, True), None) is None:
+                kept[storage, appears] = Request(storage, event.size_bytes, event.stream)
+    yield from kept.values()
+
+
+def _contained(events: list[Event]) -> bool:
+    """Does a storage of this tag never outlive one iteration? Each time it appears, it goes, of the same layer."""
+    pairs = zip(events[::2], events[1::2], strict=False)
+    return len(events) % 2 == 0 and all(
+        appears.size_bytes > 0 > goes.size_bytes and appears.shift == goes.shift for appears, goes in pairs
+    )
