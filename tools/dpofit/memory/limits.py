@@ -61,12 +61,16 @@ def _longest_fitting(
     guess = _solve(allocated, int(job.cluster.gpu.capacity_bytes * 0.88), 0, longest + 1)
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
+        width = high - low
         found = known[guess] = predict(at_prompt(job, guess * STEP_TOKENS), plan=plan)
         if found.verdict == "fits":
             low = guess
         else:
             high = guess
-        if found.gpu_verdict == "fits" and found.verdict != "fits":  # host or disk binds: halve
+        retried = found.verdict == "tight" and found.gpu.high_bytes <= found.gpu.capacity_bytes
+        other = found.gpu_verdict == "fits" and found.verdict != "fits"
+        if retried or other or (len(known) > 3 and high - low > width // 2 > 2):
+            # not the sum of bytes but fragmentation, host or disk binds, or the guesses creep: halve
             guess = (low + high) // 2
         else:
             beside = found.gpu.high_bytes / found.gpu.allocated_bytes

@@ -156,7 +156,11 @@ def _runs(
             else tuple(_moved(action, base) for action in next(hooked, ()))
             for mark in marks
         )
-        runs.append(Run(layer, 1, decision))
+        last_run = runs[-1] if runs else None
+        if last_run is not None and last_run.decision == decision and not any(e.absolute for d in decision for e in d):
+            runs[-1] = Run(last_run.first, last_run.times + 1, decision)
+        else:
+            runs.append(Run(layer, 1, decision))
     return runs
 
 
