@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Install what the tests need and run them: bash scripts/test.sh [--all] [pytest arguments]
+# --all runs the full matrices too (hours); its result is committed as benchmarks/results/tests-all.json.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${DPOFIT_TEST_VENV:-"$root/.venv-test"}
+cd "$root"
+
+bash scripts/install.sh "$venv"
+export PATH="$venv/bin:$PATH" OMP_NUM_THREADS=1
+if [ "${1:-}" = --all ]; then
+  shift
+  export DPOFIT_TEST_ALL=1
+fi
+ruff check .
+ruff format --check .
+mypy
+pytest "$@"
