@@ -11,7 +11,7 @@ from dpofit.memory.parts import Part, evaluation, micro_batch
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Phase, Program, Repeat
 from dpofit.memory.spec import BF16, FP32
-from dpofit.memory.states import State, optimizer_states, weight_states
+from dpofit.memory.states import State, base_weight_bytes, optimizer_states, weight_states
 from dpofit.memory.tape import Mark
 from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
 from dpofit.memory.zero3 import ModuleIds, persistent_elements
@@ -272,14 +272,18 @@ def _largest_adapter(job: Job) -> int:
 
 
 def _save(job: Job) -> Items:
-    """LLaMA-Factory's native save. ZeRO-3 full: modules are gathered one by one, the 16-bit model piles up on rank 0's
-    host (engine.py _zero3_consolidated_16bit_state_dict). ZeRO-2: clones of the whole model on every rank."""
-    items: Items = []
+    """LLaMA-Factory's native save (transformers 5.5.4 trainer.py save_model). ZeRO-3: modules are gathered one by one,
+    the 16-bit model piles up on rank 0's host (engine.py _zero3_consolidated_16bit_state_dict); with LoRA only the
+    adapters since transformers 5, before it the frozen base too (accelerate's get_state_dict). ZeRO-1/2: the whole
+    model, frozen base included, is cloned on every rank's host (get_state_dict, clone_tensors_for_torch_save)."""
+    whole = base_weight_bytes(job) + (0 if job.full else job.trained_parameters * BF16)
+    if job.zero_stage in (1, 2):
+        return _pair("save_copy", whole, "save", "host_pageable")
+    if job.zero_stage == 3 and not job.zero.gather_16bit_weights_on_save:
+        return []  # ValueError inside save_model; the sharded DeepSpeed checkpoint is written instead
+    if job.zero_stage == 3 and (job.full or not job.stack.at_least("transformers", "5.0")):
+        gathered = _pair("save_gather", job.model.embedding_parameters * BF16, "gathered")
+        return gathered + _pair("save_rank0", whole, "save_rank0", "host_pageable")
     if not job.full:
         return _pair("adapter_copy", job.trained_parameters * job.trained_bytes, "save", "host_pageable")
-    if job.zero_stage == 3:
-        items += _pair("save_gather", job.model.embedding_parameters * BF16, "gathered")
-        items += _pair("save_rank0", job.model.parameters * BF16, "save_rank0", "host_pageable")
-    else:
-        items += _pair("save_copy", job.model.parameters * BF16, "save", "host_pageable")
-    return items
+    return _pair("save_copy", job.model.parameters * BF16, "save", "host_pageable")
