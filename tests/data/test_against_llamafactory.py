@@ -1,5 +1,7 @@
 """What dpofit calls fatal, dropped or fine is what LLaMA-Factory's own loading makes of the same files."""
 
+# ruff: noqa: E501 - one case a line
+
 from __future__ import annotations
 
 import json

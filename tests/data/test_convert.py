@@ -69,10 +69,18 @@ ENTRY = st.fixed_dictionaries(
     optional={
         "tags": st.one_of(
             st.just({"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}),
-            st.just({"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt", "system_tag": "system"}),
+            st.just(
+                {
+                    "role_tag": "from",
+                    "content_tag": "value",
+                    "user_tag": "human",
+                    "assistant_tag": "gpt",
+                    "system_tag": "system",
+                }
+            ),
         )
     },
-)  # fmt: skip
+)
 
 
 def attribute(entry: dict[str, Any]):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 os.environ.setdefault("DISABLE_VERSION_CHECK", "1")
 
-from dpofit.data.check import cut_marks  # noqa: E402
-from dpofit.data.convert import Message, Pair  # noqa: E402
-from dpofit.data.tokens import counter_for  # noqa: E402
-from dpofit.data.truncate import Lengths, infer_seqlen, truncated  # noqa: E402
+from dpofit.data.check import cut_marks
+from dpofit.data.convert import Message, Pair
+from dpofit.data.tokens import counter_for
+from dpofit.data.truncate import Lengths, infer_seqlen, truncated
 
 lengths = st.integers(0, 5000)
 

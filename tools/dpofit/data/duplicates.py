@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,10 +98,12 @@ def near_copies(prompts: Sequence[str], against: Sequence[str] | None = None) ->
     """
     from datasketch import MinHash, MinHashLSH
 
+    blank = MinHash(num_perm=PERMUTATIONS, seed=1, hashfunc=zlib.crc32)
+
     def signature(text: str) -> MinHash:
         tokens = words(text)
         shingles = {" ".join(tokens[i : i + SHINGLE_WORDS]) for i in range(max(1, len(tokens) - SHINGLE_WORDS + 1))}
-        sketch = MinHash(num_perm=PERMUTATIONS, seed=1)
+        sketch = blank.copy()
         sketch.update_batch([shingle.encode("utf-8", "replace") for shingle in shingles])
         return sketch
 

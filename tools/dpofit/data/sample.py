@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dpofit.data.convert import Pair
 
-CLIP_CHARS = 4_000  # per text: enough for style and edits, and 10,000 pairs stay under 120 MB
+CLIP_CHARS = 4_000  # per text: enough for style and edits, and 5,000 pairs stay under 60 MB
 
 
 @dataclass(frozen=True, slots=True)
