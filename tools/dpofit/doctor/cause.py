@@ -107,9 +107,8 @@ def _stands_before(log: LogFacts, patterns: Sequence[str], offset: int) -> bool:
 def _root(cases: Sequence[Case], logs: Sequence[LogFacts]) -> Case | None:
     """The first cause of the last run, or what is left when all else follows from something not in the logs."""
     cases = [case for case in cases if case.diagnosis.role != "advice" and not _recovered(case, logs)]
-    ids = {case.diagnosis.id for case in cases}
-    explained = {other for case in cases for other in case.diagnosis.explains} & ids
-    cases = [case for case in cases if case.diagnosis.id not in explained]
+    explaining = [case for case in _first_of_each_log(cases) if case.diagnosis.explains]
+    cases = [case for case in cases if not any(_explains(other, case) for other in explaining)]
     current = [case for case in cases if _in_last_run(case, logs)]
     if not any(case.diagnosis.role == "cause" and not case.diagnosis.left_by_earlier_run for case in current):
         # nothing, a mere consequence, or the remains of an earlier run: the cause may stand further up
@@ -125,6 +124,13 @@ def _root(cases: Sequence[Case], logs: Sequence[LogFacts]) -> Case | None:
     if early and early.log == first.log and _seconds_before(early.event, first.event) > LONG_BEFORE_SECONDS:
         return early
     return first
+
+
+def _explains(case: Case, other: Case) -> bool:
+    """`other` follows from `case` (lines of one moment come in any order), unless it had happened long before."""
+    if other.diagnosis.id not in case.diagnosis.explains:
+        return False
+    return case.log != other.log or _seconds_before(other.event, case.event) <= LONG_BEFORE_SECONDS
 
 
 def _recovered(case: Case, logs: Sequence[LogFacts]) -> bool:
@@ -192,6 +198,10 @@ def _health(logs: Sequence[LogFacts], diagnoses: dict[str, Diagnosis]) -> list[C
 
 def _first_of_each(cases: Sequence[Case]) -> list[Case]:
     return list({case.diagnosis.id: case for case in reversed(cases)}.values())[::-1]
+
+
+def _first_of_each_log(cases: Sequence[Case]) -> list[Case]:
+    return list({(case.log, case.diagnosis.id, case.run): case for case in reversed(cases)}.values())[::-1]
 
 
 def _finding(case: Case, cases: Sequence[Case], logs: Sequence[LogFacts]) -> Finding:

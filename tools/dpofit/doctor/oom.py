@@ -94,9 +94,13 @@ def _bytes(match: re.Match[str]) -> int:
 
 
 def _within(match: re.Match[str]) -> tuple[int, int]:
-    """Two printed decimals stand for an interval; the allocator had rounded the request up to 2 MiB before."""
-    printed, unit = _bytes(match), _UNITS[match[2]]
-    half = unit // 200 if "." in match[1] else 0
-    if printed >= 10 << 20:
-        return max(1, printed - half - ROUNDING_BYTES + 1), printed + half
-    return 1, printed + half  # 2 MiB and 20 MiB are what small requests become
+    """What may have been asked for: the allocator rounded it up to 2 MiB, and two decimals were printed of that."""
+    printed = _bytes(match)
+    half = _UNITS[match[2]] // 200 if "." in match[1] else 0
+    if printed < 10 << 20:  # 2 MiB and 20 MiB are what small requests become
+        return 1, printed + half
+    lowest = -(-(printed - half) // ROUNDING_BYTES) * ROUNDING_BYTES
+    highest = (printed + half) // ROUNDING_BYTES * ROUNDING_BYTES
+    if lowest > highest:  # no multiple prints so: an allocator that does not round
+        return printed - half, printed + half
+    return lowest - ROUNDING_BYTES + 1, highest

@@ -65,11 +65,18 @@ def blocks(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _pieces(stream: BinaryIO) -> Iterator[bytes]:
-    try:
-        while piece := stream.read(BLOCK_BYTES):
+    """Blocks of about BLOCK_BYTES; of a torn archive, what came out before it broke off."""
+    piece, more = b"", True
+    while more:
+        try:
+            part = stream.read1(BLOCK_BYTES)  # type: ignore[attr-defined]  # read() would lose all up to the tear
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            part = b""
+        more = bool(part)
+        piece += part
+        if len(piece) >= BLOCK_BYTES or (piece and not more):
             yield piece
-    except (EOFError, zlib.error, gzip.BadGzipFile):  # a torn archive: what came out so far is what there is
-        return
+            piece = b""
 
 
 def _as_utf8(pieces: Iterator[bytes]) -> Iterator[bytes]:

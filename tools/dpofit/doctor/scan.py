@@ -27,7 +27,8 @@ LOOKS = 512  # times that one skeleton is looked at: as many ranks may say the s
 LOOKS_WITHOUT_PROBE = 2  # lines that are only telling: the first ones do
 TORN_TRIES = 2_000  # per log
 TORN_LETTERS = 100  # letters on each side of a line break that a broken literal can reach
-NEARBY_BYTES = 2_048  # where progress and time of a line are looked for
+NEARBY_BYTES = 2_048  # above a line, where its time is looked for
+PROGRESS_BYTES = 65_536  # above a line, where the training bar is looked for: tracebacks of all ranks are long
 KEPT_TELLING_FIRST = 4
 
 # Lines worth showing when nothing is diagnosed: these words, as letters only and as they stand.
@@ -93,11 +94,11 @@ class Scan:
             _leave_sample(block, len(block), facts)
             facts.size_bytes += len(block)
             facts.lines += newlines
-            facts.before = block[-NEARBY_BYTES:]
+            facts.before = (facts.before + block)[-NEARBY_BYTES:]
+            facts.progress = lines.progress_of(block[-PROGRESS_BYTES:]) or facts.progress
             last = block
             on_bytes(len(block))
         facts.tail = _tail(last, facts)
-        facts.progress = lines.progress_of(last[-NEARBY_BYTES:]) or facts.progress
         return facts
 
     def _block(self, block: bytes, newlines: int, facts: LogFacts) -> None:
@@ -180,7 +181,7 @@ class Scan:
         if facts.torn_tries > TORN_TRIES or not next_skeleton:
             return
         head, tail = skeleton[-TORN_LETTERS:], next_skeleton[:TORN_LETTERS]
-        joined = head + tail
+        joined = head + tail + b"\n" + head + b" " + tail.lstrip()
         across = [
             probes
             for literal, probes in self._by_literal.items()
@@ -217,7 +218,8 @@ def _place(facts: LogFacts, here: _Here) -> Place:
     before = here.block[max(0, here.start - NEARBY_BYTES) : here.start]
     if len(before) < NEARBY_BYTES:
         before = facts.before + before
-    facts.progress = lines.progress_of(before + here.line) or facts.progress
+    since = here.block[max(0, here.start - PROGRESS_BYTES) : here.start]
+    facts.progress = lines.progress_of(since + here.line) or facts.progress
     facts.time = lines.time_of(here.line) or lines.time_before(before) or facts.time
     return Place(
         file=facts.name,
