@@ -99,7 +99,8 @@ def build_trainer(run: Run) -> Any:
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, run.vocab, (8,), generator=generator) for _ in range(64)]
     data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in rows]
-    return Trainer(model=model, args=arguments, train_dataset=data)
+    eval_data = data[:2] if "eval_strategy" in run.extra else None
+    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=eval_data)
 
 
 def _sharded(save_pretrained: Callable[..., Any], max_shard_bytes: int) -> Callable[..., Any]:

@@ -9,14 +9,15 @@ from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import datasets  # noqa: E402, F401
-import deepspeed  # noqa: E402
-import deepspeed.ops  # noqa: E402
-import peft  # noqa: E402, F401
-import torch  # noqa: E402
-import transformers  # noqa: E402
-import transformers.trainer  # noqa: E402, F401
-import transformers.training_args  # noqa: E402
+import datasets  # noqa: F401
+import deepspeed.ops
+import peft  # noqa: F401
+import torch
+import transformers
+import transformers.trainer
+import transformers.training_args
+
+import deepspeed
 
 torch.set_num_threads(1)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids compiling an operator nobody needs here

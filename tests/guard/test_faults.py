@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from dpofit.train.guard import folders
 from dpofit.train.guard.manifest import looks_whole
 from dpofit.train.guard.steps import CHECKPOINT_STEPS, FINAL_STEPS
+
 from tests.guard.ranks import run_ranks, values
 from tests.guard.runs import Run, weights
 
@@ -24,6 +24,7 @@ FAST = {"DPOFIT_GUARD_TIMEOUT": "2"}
 def train_and_die(run: Run, victim: int, step: str, occurrence: int) -> None:
     """The run, in which rank `victim` is killed when it comes to `step` for the `occurrence`-th time."""
     from dpofit.train.guard import steps
+
     from tests.guard.runs import train
 
     seen = 0
@@ -54,7 +55,9 @@ def temporaries(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("step", CHECKPOINT_STEPS)
-def test_a_rank_killed_in_a_checkpoint_save_costs_at_most_that_checkpoint(tmp_path: Path, step: str, victim: int) -> None:
+def test_a_rank_killed_in_a_checkpoint_save_costs_at_most_that_checkpoint(
+    tmp_path: Path, step: str, victim: int
+) -> None:
     run = Run(str(tmp_path), steps=2, final_save=False)
     results = run_ranks(train_and_die, 2, run, victim, step, 2, env=FAST, timeout_s=60, stragglers_s=15)
     assert results[victim].exitcode == -signal.SIGKILL
@@ -87,6 +90,7 @@ def _resumed(run: Run) -> Any:
     from dataclasses import replace
 
     from dpofit.train import guard
+
     from tests.guard.runs import train
 
     guard.install()
@@ -98,6 +102,7 @@ def _fail_once(run: Run, rank: int, step: str, fault: str) -> dict[str, Any]:
     import errno
 
     from dpofit.train.guard import steps, writer
+
     from tests.guard.runs import train
 
     if int(os.environ["RANK"]) == rank:

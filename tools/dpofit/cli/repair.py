@@ -14,7 +14,9 @@ from dpofit.errors import BadInput, Problem
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint with ZeRO files, or a folder with a final save cut short.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint with ZeRO files, or a folder with a final save cut short.")
+    ],
     out: Annotated[Path, typer.Argument(help="Where to write; must not exist, or be empty.")],
     json: Annotated[bool, typer.Option("--json", help="Print dpofit.repair/1.")] = False,
     guard_memory: Annotated[str, typer.Option("--guard-memory", help="Memory to use at most.")] = "256MiB",
@@ -36,7 +38,9 @@ def command(
     if not checkpoint.is_dir():
         problems.append(Problem(str(checkpoint), None, "is not a folder", "Give a checkpoint-N folder."))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        problems.append(Problem(str(out), None, "exists and is not empty", "Give a new folder; nothing is overwritten."))
+        problems.append(
+            Problem(str(out), None, "exists and is not empty", "Give a new folder; nothing is overwritten.")
+        )
     problems += [
         Problem("dpofit repair", None, f"needs {name}", "Run it where the training stack is installed.")
         for name in ("torch", "deepspeed")

@@ -97,11 +97,11 @@ def _whole_parameters(model: Any) -> dict[str, Any]:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not any(hasattr(parameter, "ds_id") for _, parameter in named):
         return {name: copy(parameter) for name, parameter in named}
-    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     whole = {}
     for name, parameter in named:
-        with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
+        with GatheredParameters([parameter]), torch.no_grad():
             whole[name] = copy(parameter)
     return whole
 
@@ -116,7 +116,7 @@ def _compare(settings: dict[str, Any], folder: Path, run: str) -> tuple[int, lis
     unset_hf_deepspeed_config()  # else from_pretrained would shard what it loads
     saved = Path(settings["output_dir"])
     adapter = (saved / "adapter_config.json").exists()
-    model = AutoModelForCausalLM.from_pretrained(folder / "model" if adapter else saved, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model" if adapter else saved, dtype="auto")
     if adapter:
         from peft import PeftModel
 

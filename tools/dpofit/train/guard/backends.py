@@ -66,7 +66,9 @@ def write_routed(job: WeightsJob, group: Any) -> Extents:
             if not is_partitioned(tensor):
                 if job.rank == 0 and failure is None:
                     data = as_bytes(tensor.detach().contiguous())[planned.source_offset :][: planned.nbytes]
-                    failure = _attempt(lambda p=planned, d=data: _write(files(p.file), p.offset, d, staging, job.progress))
+                    failure = _attempt(
+                        lambda p=planned, d=data: _write(files(p.file), p.offset, d, staging, job.progress)
+                    )
                 continue
             for sender in range(job.world_size):
                 start, nbytes = span(tensor, sender, job.world_size)

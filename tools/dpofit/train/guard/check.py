@@ -92,7 +92,9 @@ def _read_weights(folder: Path) -> _Weights:
         try:
             layout, _ = read_layout(path)
         except ValueError as error:
-            findings.append(_finding("save.bad-header", "error", "a weights file has no valid header", path, str(error)))
+            findings.append(
+                _finding("save.bad-header", "error", "a weights file has no valid header", path, str(error))
+            )
             continue
         size = path.stat().st_size
         if size != layout.file_bytes:
@@ -140,7 +142,9 @@ def _against_index(folder: Path, weights: _Weights) -> Iterator[Finding]:
         )  # fmt: skip
     lost = [name for name, file in listed.items() if file not in missing_files and name not in weights.slots]
     if lost:
-        yield _finding("save.missing-tensor", "error", f"{len(lost)} tensors of the index are in no file", path, lost[0])
+        yield _finding(
+            "save.missing-tensor", "error", f"{len(lost)} tensors of the index are in no file", path, lost[0]
+        )
     stray = [name for name in weights.slots if name not in listed]
     if stray:
         yield _finding(
@@ -153,7 +157,9 @@ def _missing_weights(folder: Path, weights: _Weights) -> Iterator[Finding]:
     if weights.slots or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin.index.json")):
         return
     if any((folder / name).exists() for name in ("pytorch_model.bin", "adapter_model.bin")):
-        yield _finding("save.pickled-weights", "info", "weights are pickled; only safetensors are looked into", folder, "")
+        yield _finding(
+            "save.pickled-weights", "info", "weights are pickled; only safetensors are looked into", folder, ""
+        )
         return
     zero = sorted(path.name for path in folder.glob("global_step*"))
     if zero:
@@ -164,7 +170,9 @@ def _missing_weights(folder: Path, weights: _Weights) -> Iterator[Finding]:
             fix=_REPAIR,
         )  # fmt: skip
     else:
-        yield _finding("save.no-weights", "error", "there are no model weights", folder, "no *.safetensors, no ZeRO files")
+        yield _finding(
+            "save.no-weights", "error", "there are no model weights", folder, "no *.safetensors, no ZeRO files"
+        )
 
 
 def _against_config(folder: Path, weights: _Weights) -> Iterator[Finding]:
@@ -193,7 +201,9 @@ def _against_manifest(folder: Path, manifest: Manifest, progress: Progress) -> l
         path = folder / entry.path
         if not path.is_file():
             findings.append(
-                _finding("save.missing-file", "error", "a file of the manifest is missing", path, f"{entry.bytes:,} bytes")
+                _finding(
+                    "save.missing-file", "error", "a file of the manifest is missing", path, f"{entry.bytes:,} bytes"
+                )
             )
         elif path.stat().st_size != entry.bytes:
             findings.append(
@@ -249,5 +259,7 @@ def _holes(folder: Path, weights: _Weights, progress: Progress) -> Iterator[Find
                     break
 
 
-def _finding(id: str, severity: Any, title: str, where: Path, text: str, cause: str = "", fix: str = _REPAIR) -> Finding:
+def _finding(
+    id: str, severity: Any, title: str, where: Path, text: str, cause: str = "", fix: str = _REPAIR
+) -> Finding:
     return Finding(id, severity, title, (Evidence(str(where), text),), cause, fix if severity == "error" else "")

@@ -50,7 +50,9 @@ def guarded_engine(engine: Any, folder: Path, config: GuardConfig, failures: lis
     stock_save_checkpoint = engine.save_checkpoint
 
     @functools.wraps(stock_save_checkpoint)
-    def save_checkpoint(save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **kw: Any) -> Any:
+    def save_checkpoint(
+        save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **kw: Any
+    ) -> Any:
         reached("state-started")
         done = stock_save_checkpoint(save_dir, tag, client_state or {}, save_latest=False, **kw)
         if save_latest and engine.global_rank == 0:

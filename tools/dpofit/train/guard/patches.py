@@ -130,7 +130,9 @@ def _checkpoint_save(trainer: Any, state: _State, stock: Callable[..., Any], mod
     try:
         save.open()
         with ExitStack() as stack:
-            stack.enter_context(instance_attribute(trainer, "_get_output_dir", lambda trial=None: str(save.staging.parent)))
+            stack.enter_context(
+                instance_attribute(trainer, "_get_output_dir", lambda trial=None: str(save.staging.parent))
+            )
             stack.enter_context(instance_attribute(trainer, "_push_from_checkpoint", deferred_pushes.append))
             extents = {}
             if zero_stage(trainer) is not None:

@@ -186,7 +186,7 @@ def make_plan(stock_save: Callable[[], Any], regions: Regions, folder: Path, par
 
 def _layout(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> FileLayout:
     named = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    ranks = _dtype_ranks(tuple(sorted({dtype for dtype, _ in named.values()})))
+    ranks = dtype_ranks(tuple(sorted({dtype for dtype, _ in named.values()})))
     return lay_out(named, metadata, ranks.__getitem__)
 
 
@@ -217,7 +217,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _dtype_ranks(dtypes: tuple[str, ...]) -> dict[str, int]:
+def dtype_ranks(dtypes: tuple[str, ...]) -> dict[str, int]:
     """The installed library's own dtype order, seen by letting it write one element of each."""
     save = importlib.import_module("safetensors.torch").save
     by_name = {name: dtype for dtype, name in _dtype_names().items()}

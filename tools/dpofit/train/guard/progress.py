@@ -24,7 +24,13 @@ def weights_bar(total_bytes: int, world_size: int, backend: str) -> Iterator[Cal
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     factor = world_size if backend == "direct" else 1
-    columns = (TextColumn("saving weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("saving weights"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("weights", total=total_bytes)
         yield lambda nbytes: bar.advance(task, nbytes * factor)

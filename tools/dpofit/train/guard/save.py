@@ -286,4 +286,3 @@ def record(report: SaveReport, output_dir: Path, step: int | None) -> None:
 
 def _fields(report: SaveReport) -> dict[str, Any]:
     return {name: getattr(report, name) for name in SaveReport.__slots__}
-

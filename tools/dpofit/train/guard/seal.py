@@ -63,7 +63,9 @@ def extend(folder: Path, before: dict[str, tuple[int, int]]) -> None:
     for path in sorted(now):
         unchanged = path in known and before.get(path) == now[path]
         entries.append(known[path] if unchanged else _entry(folder, path, []))
-    write_manifest(folder, Manifest(manifest.step, manifest.world_size, manifest.backend, manifest.versions, tuple(entries)))
+    write_manifest(
+        folder, Manifest(manifest.step, manifest.world_size, manifest.backend, manifest.versions, tuple(entries))
+    )
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:

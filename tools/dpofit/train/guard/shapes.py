@@ -72,7 +72,9 @@ def _vocabulary(text: Mapping[str, Any], config: Mapping[str, Any], shapes: Shap
     if isinstance(vocab, int) and isinstance(hidden, int):
         for name in (*embeddings, *heads):
             if shapes[name][1] != (vocab, hidden):
-                problems.append(f"{name} is {list(shapes[name][1])}; vocab_size and hidden_size say [{vocab}, {hidden}]")
+                problems.append(
+                    f"{name} is {list(shapes[name][1])}; vocab_size and hidden_size say [{vocab}, {hidden}]"
+                )
     generates = any("CausalLM" in kind or "ConditionalGeneration" in kind for kind in config.get("architectures") or [])
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     if generates and tied is False and embeddings and not heads:

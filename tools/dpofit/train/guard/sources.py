@@ -78,7 +78,10 @@ def span(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[int, int]:
             raise NotDirect("partitions are quantized")
         share, total = int(partition.ds_numel), int(parameter.ds_numel)
         group = parameter.ds_process_group
-        if share * world_size != int(parameter.ds_numel_aligned) or torch.distributed.get_world_size(group) != world_size:
+        if (
+            share * world_size != int(parameter.ds_numel_aligned)
+            or torch.distributed.get_world_size(group) != world_size
+        ):
             raise NotDirect("partitions don't span all ranks (MiCS, or a subset of the world)")
         if world_size > 1 and torch.distributed.get_rank(group) != torch.distributed.get_rank():
             raise NotDirect("partitions are not in rank order")

@@ -38,7 +38,9 @@ def probe(folder: Path, exchange: Exchange) -> FolderView:
     seen = sorted(other for other in range(world_size) if (place / f"{other}-{nonces[other]}").exists())
     together = rank != 0 or _read_nonces(place, world_size) == nonces
     leader = min(seen, default=rank)
-    shared: bool = exchange.round("probe-read", [leader, together], decide=lambda all_: all(x == [0, True] for x in all_))
+    shared: bool = exchange.round(
+        "probe-read", [leader, together], decide=lambda all_: all(x == [0, True] for x in all_)
+    )
     if rank == leader:
         for path in place.iterdir():
             path.unlink(missing_ok=True)

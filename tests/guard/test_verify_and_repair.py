@@ -1,0 +1,236 @@
+"""`dpofit verify` says which checkpoints are whole and what is wrong with the others; `dpofit repair` rebuilds them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.guard.ranks import run_ranks, values
+from tests.guard.runs import Run, train
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a guarded checkpoint-1 and final model; shards of 32 KiB."""
+    folder = tmp_path_factory.mktemp("saved")
+    values(run_ranks(train, 2, Run(str(folder), steps=1, max_shard_bytes=32 * 1024)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same by the stock save."""
+    folder = tmp_path_factory.mktemp("stock")
+    values(run_ranks(train, 2, Run(str(folder), steps=1, guarded=False)))
+    return folder
+
+
+def run_command(arguments: list[str]) -> tuple[int, str, str]:
+    """The command line in a process of its own, which has the stack imported already."""
+    import contextlib
+    import io
+
+    from dpofit.cli.app import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(arguments)
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def dpofit(*arguments: str | Path) -> tuple[int, dict[str, Any], str]:
+    code, out, err = values(run_ranks(run_command, 1, [*map(str, arguments), "--json"]))[0]
+    return code, json.loads(out.splitlines()[-1]) if out.strip() else {}, err
+
+
+def ids(document: dict) -> set[str]:
+    return {finding["id"] for finding in document["findings"]}
+
+
+def first_shard(folder: Path) -> Path:
+    return sorted(folder.glob("model*.safetensors"))[0]
+
+
+def test_guarded_saves_are_whole(saved: Path) -> None:
+    for folder in (saved / "checkpoint-1", saved):
+        code, document, _ = dpofit("verify", folder)
+        assert (code, document["findings"]) == (0, [])
+        assert document["whole"] is True and document["manifest"] is True
+
+
+def test_a_stock_save_is_checked_as_far_as_it_goes(stock: Path) -> None:
+    code, document, _ = dpofit("verify", stock / "checkpoint-1")
+    assert code == 0
+    assert ids(document) == {"save.no-manifest"}
+
+
+def test_people_get_sentences(saved: Path) -> None:
+    code, out, _ = values(run_ranks(run_command, 1, ["verify", str(saved / "checkpoint-1")]))[0]
+    assert code == 0
+    assert "whole (every byte matches its manifest)" in out
+
+
+def flip_a_byte(folder: Path) -> None:
+    path = first_shard(folder)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def flip_an_optimizer_byte(folder: Path) -> None:
+    path = next(folder.glob("global_step1/*optim_states.pt"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(first_shard(folder), first_shard(folder).stat().st_size - 7)
+
+
+def lose_a_shard(folder: Path) -> None:
+    first_shard(folder).unlink()
+
+
+def lose_the_rng_state(folder: Path) -> None:
+    (folder / "rng_state_1.pth").unlink()
+
+
+def break_a_header(folder: Path) -> None:
+    path = first_shard(folder)
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+
+
+def shrink_the_vocabulary(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+
+
+def lose_a_layer(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (flip_a_byte, {"save.checksum"}),
+        (flip_an_optimizer_byte, {"save.checksum"}),
+        (cut_short, {"save.wrong-size"}),
+        (lose_a_shard, {"save.missing-shard", "save.missing-file", "save.not-this-model"}),
+        (lose_the_rng_state, {"save.missing-file"}),
+        (break_a_header, {"save.bad-header", "save.missing-tensor", "save.checksum", "save.not-this-model"}),
+        (shrink_the_vocabulary, {"save.wrong-size", "save.checksum", "save.not-this-model"}),
+        (lose_a_layer, {"save.wrong-size", "save.checksum", "save.not-this-model"}),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, saved: Path, damage: Callable[[Path], None], found: set[str]) -> None:
+    folder = tmp_path / "a checkpoint"
+    shutil.copytree(saved / "checkpoint-1", folder)
+    damage(folder)
+    code, document, _ = dpofit("verify", folder)
+    assert code == 1
+    assert ids(document) & found and ids(document) <= found
+
+
+def test_zero3_placeholders_are_found(tmp_path: Path, stock: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(stock / "checkpoint-1", tmp_path / "c")
+    tensors = load_file(tmp_path / "c" / "model.safetensors")
+    save_file({name: torch.empty(0, dtype=torch.bfloat16) for name in tensors}, tmp_path / "c" / "model.safetensors")
+    code, document, _ = dpofit("verify", tmp_path / "c")
+    assert code == 1 and "save.empty-tensors" in ids(document)
+
+
+def test_a_hole_of_zeros_is_found_without_a_manifest(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    weight = torch.randn(512, 512)
+    weight[100:200] = 0  # 204,800 bytes that a rank never wrote
+    save_file({"model.layers.0.mlp.up_proj.weight": weight}, tmp_path / "model.safetensors")
+    code, document, _ = dpofit("verify", tmp_path)
+    assert code == 1 and "save.zero-hole" in ids(document)
+
+
+def test_only_zero_files_is_found_and_repaired_bit_for_bit(tmp_path: Path, stock: Path) -> None:
+    broken = tmp_path / "run" / "checkpoint-1"
+    shutil.copytree(stock / "checkpoint-1", broken)
+    original = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").unlink()
+    code, document, _ = dpofit("verify", broken)
+    assert code == 1 and ids(document) == {"save.only-zero-files"}
+
+    code, document, error = dpofit("repair", broken, tmp_path / "out")
+    assert (code, document.get("findings")) == (0, []), error
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == original
+    assert dpofit("verify", tmp_path / "out")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run("", zero=2, steps=1, vocab=259),
+        Run("", zero=3, steps=1, tied=True),
+        Run("", zero=3, steps=1, offload=True, buffer=True),
+        Run("", zero=3, steps=1, lora=True),
+    ],
+    ids=["zero 2", "tied", "offloaded, with a buffer", "lora"],
+)
+def test_repair_gives_back_what_the_stock_save_wrote(tmp_path: Path, run: Run) -> None:
+    from dataclasses import replace
+
+    values(run_ranks(train, 3, replace(run, output_dir=str(tmp_path / "run"), guarded=False, final_save=False)))
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    name = "adapter_model.safetensors" if run.lora else "model.safetensors"
+    original = (checkpoint / name).read_bytes()
+    (checkpoint / name).unlink()
+    code, document, error = dpofit("repair", checkpoint, tmp_path / "out")
+    assert code == 0, (document, error)
+    from safetensors.torch import load
+
+    before, after = load(original), load((tmp_path / "out" / name).read_bytes())
+    if run.zero == 2:  # the stock save breaks the tie; repair follows config.json
+        before = {key: before[key] for key in after}
+    assert before.keys() == after.keys()
+    assert all((before[key].view(-1) == after[key].view(-1)).all() for key in before)
+
+
+def test_repair_refuses_what_is_not_a_zero_file(tmp_path: Path, stock: Path) -> None:
+    import torch
+
+    broken = tmp_path / "c"
+    shutil.copytree(stock / "checkpoint-1", broken)
+    victim = next(broken.glob("global_step1/*rank_0*optim_states.pt"))
+    torch.save({"optimizer_state_dict": Run("")}, victim)
+    code, _, error = dpofit("repair", broken, tmp_path / "out")
+    assert code == 2
+    assert "tests.guard.runs.Run" in error and "Traceback" not in error
+
+
+def test_repair_names_the_missing_rank(tmp_path: Path, stock: Path) -> None:
+    broken = tmp_path / "c"
+    shutil.copytree(stock / "checkpoint-1", broken)
+    next(broken.glob("global_step1/*rank_0*optim_states.pt")).unlink()
+    code, _, error = dpofit("repair", broken, tmp_path / "out")
+    assert code == 2 and "lacks the files of ranks 0" in error
+
+
+def test_repair_overwrites_nothing(tmp_path: Path, stock: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    code, _, error = dpofit("repair", stock / "checkpoint-1", tmp_path)
+    assert code == 2 and "is not empty" in error
