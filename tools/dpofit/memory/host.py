@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -66,28 +67,29 @@ def _node_peak(peak: Peak, ranks: int) -> Peak:
 
 
 def _sticky_pinned(program: Program) -> Program:
-    """The program as the host sees it: a pinned block once had is kept, and serves the next step."""
-    seen: set[str] = set()
+    """The host events as the system sees them: a freed pinned block waits for the next request of its size."""
+    waiting: dict[int, int] = defaultdict(int)
     phases = []
     for phase in program.phases:
         items: list[Event | Repeat] = []
         for item in phase.items:
-            events = (item,) if isinstance(item, Event) else item.events
-            kept = tuple(event for event in events if event.space != "host_pinned" or _first(event, seen))
-            if isinstance(item, Repeat):
-                items.append(Repeat(kept, item.times, item.first, item.reverse))
-            else:
-                items += kept
+            for event in _host_events(item):
+                if event.space == "host_pageable":
+                    items.append(event)
+                elif event.space == "host_pinned" and event.size_bytes < 0:
+                    waiting[-event.size_bytes] += 1
+                elif event.space == "host_pinned" and waiting[event.size_bytes]:
+                    waiting[event.size_bytes] -= 1
+                elif event.space == "host_pinned":
+                    items.append(event)
         phases.append(Phase(phase.name, phase.step, tuple(items)))
     return Program(tuple(phases))
 
 
-def _first(event: Event, seen: set[str]) -> bool:
-    """True for the first allocation under this tag."""
-    if event.size_bytes < 0 or event.tag in seen:
-        return False
-    seen.add(event.tag)
-    return True
+def _host_events(item: Event | Repeat) -> list[Event]:
+    if isinstance(item, Event):
+        return [item] if item.space in HOST else []
+    return [event for event in item.events if event.space in HOST] * item.times
 
 
 def _other_unsloth_blocks(job: Job, row_lengths: tuple[int, ...]) -> int:

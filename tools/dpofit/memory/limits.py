@@ -33,7 +33,7 @@ def longest_prompt(job: Job) -> Limit:
     check_scope(job.recipe, job.model)
     plan = plan_steps(job)
     longest = (job.model.max_positions - max(job.lengths.chosen, job.lengths.rejected)) // STEP_TOKENS
-    allocated = _allocated_by_steps(job, plan)
+    allocated = allocated_by_steps(job, plan)
     fitting, binding, prediction = _longest_fitting(job, plan, allocated, longest)
     lucky = _longest_not_oom(job, allocated, fitting, longest) if binding == "gpu" else fitting
     return Limit(_tokens(fitting), _tokens(lucky), binding, prediction)
@@ -121,7 +121,7 @@ def _solve(allocated: Callable[[int], int], target_bytes: int, low: int, high: i
     return below
 
 
-def _allocated_by_steps(job: Job, plan: Plan) -> Callable[[int], int]:
+def allocated_by_steps(job: Job, plan: Plan) -> Callable[[int], int]:
     """Allocated peak at a prompt, from the steady step alone and the lasting bytes; remembered."""
     program = build_program(job, plan)
     before = Program(tuple(phase for phase in program.phases if phase.step <= 1))

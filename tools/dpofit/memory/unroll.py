@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dpofit.memory.program import Event, Phase, Repeat
 
-WHOLE = 1  # layers written out whole at either end of a repeat; 6 gives reserved bytes within 0.3% of it
+WHOLE = 1  # layers written out whole at either end of a repeat; all of them give reserved bytes within 2% of it
 
 
 class Request(NamedTuple):

@@ -1,0 +1,57 @@
+"""The coordinator, on sequences small enough to follow by hand."""
+
+from __future__ import annotations
+
+from dpofit.memory.zero3 import Action, CoordinatorConfig, coordinate, untraced
+
+A, B, C = 1, 2, 3
+SIZES = {A: (100,), B: (100,), C: (100,)}
+
+
+def hooks(*steps: str) -> list[tuple[bool, int]]:
+    """`+A` fetches before A, `-A` releases after it."""
+    return [(step[0] == "+", {"A": A, "B": B, "C": C}[step[1]]) for step in steps]
+
+
+FORWARD = hooks("+A", "-A", "+B", "-B", "+C", "-C")
+
+
+def config(**sizes: int) -> CoordinatorConfig:
+    values = {"prefetch_bucket": 0, "max_live": 10**9, "max_reuse_distance": 0, "persistence_threshold": 0, **sizes}
+    return CoordinatorConfig(**values)
+
+
+def test_without_prefetch_each_module_is_gathered_and_released_in_turn():
+    done = coordinate(FORWARD, SIZES, config())
+    assert done == [(Action(fetch, module, 100),) for fetch, module in FORWARD]
+
+
+def test_prefetch_overshoots_by_up_to_one_parameter():
+    done = coordinate(FORWARD, SIZES, config(prefetch_bucket=1))
+    assert done[0] == (Action(True, A, 100), Action(True, B, 100))  # one element asked for, a whole parameter came
+
+
+def test_several_parameters_fetched_in_one_call_arrive_in_a_flat_buffer_and_are_copied_out():
+    done = coordinate(FORWARD, SIZES, config(prefetch_bucket=200))
+    assert done[0] == (Action(True, A, 100), Action(True, B, 200, flat=True))
+    assert done[2] == (Action(True, B, 100), Action(True, C, 100), Action(False, B, 200, flat=True))
+
+
+def test_max_live_stops_prefetch():
+    assert coordinate(FORWARD, SIZES, config(prefetch_bucket=200, max_live=100))[0] == (Action(True, A, 100),)
+
+
+def test_a_parameter_soon_used_again_is_not_released():
+    both_ways = hooks("+A", "-A", "+B", "-B", "+B", "-B", "+A", "-A")
+    done = coordinate(both_ways, SIZES, config(max_reuse_distance=1))
+    assert done[3] == () and done[4] == ()  # B is next in the trace
+    assert done[1] == (Action(False, A, 100),)  # 200 elements pass before A is met again
+
+
+def test_parameters_at_or_below_the_threshold_never_move():
+    assert coordinate(FORWARD, SIZES, config(persistence_threshold=100)) == [()] * 6
+
+
+def test_without_a_complete_trace_modules_are_released_at_once():
+    assert untraced(True, A, 100) == (Action(True, A, 100),)
+    assert untraced(False, A, 100) == (Action(False, A, 100),)
