@@ -26,6 +26,10 @@ COMMANDS = {
     "doctor": "What went wrong first in a training run, from its logs.",
     "verify": "Is a checkpoint whole: sizes, checksums, every tensor once, shapes against config.",
     "repair": "A Hugging Face folder from a checkpoint that has only its ZeRO files.",
+    "preflight": "What would fail an hour later, found in seconds: GPUs, nodes, network, files.",
+    "launch": "Run a recipe under torchrun; --smoke runs it here with a tiny model.",
+    "status": "Whether a launched run goes on, how far it is, how it ended.",
+    "stop": "Save, then end a launched run, on all nodes.",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dpofit.recipe.catalogue import card_of
@@ -57,23 +58,47 @@ def launch_variables(
     return tuple(variables)
 
 
+def cpu_variables(processes: int, cores: int) -> tuple[Variable, ...]:
+    """For ranks on the CPU: gloo, DeepSpeed's CPU accelerator, compiled operators kept apart by version."""
+    operators = Path.home() / ".cache" / "dpofit" / f"torch-{_version('torch')}-deepspeed-{_version('deepspeed')}"
+    return (
+        Variable("DPOFIT_CPU", "1", "ranks on the CPU"),
+        Variable("DS_ACCELERATOR", "cpu", "ranks on the CPU"),
+        Variable("CUDA_VISIBLE_DEVICES", "", "ranks on the CPU"),
+        Variable("OMP_NUM_THREADS", str(max(1, cores // processes)), f"{cores} cores / {processes} ranks"),
+        # torch keys its cache of compiled operators by name only.
+        Variable("TORCH_EXTENSIONS_DIR", str(operators), "compiled DeepSpeed operators, apart from other versions'"),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
 def masked(name: str, value: str) -> str:
     """The value as it may be shown: names that look like secrets are hidden."""
     return "********" if _SECRET.search(name) else value
 
 
-def _card_reasons(recipe: Path) -> dict[str, str]:
-    """Reasons from the card; a run folder's dpofit.yaml names the catalogue recipe it was copied from."""
-    from dpofit.recipe.cards import environment_of, read_presets
+def catalogue_source(recipe: Path) -> Path:
+    """The catalogue recipe that a run folder's recipe was copied from (its dpofit.yaml says so), else the recipe."""
     from dpofit.recipe.catalogue import find_recipe, read_yaml
 
-    source: Path | None = recipe
     run_file = recipe.with_name("dpofit.yaml")
-    if run_file.is_file():
-        document = read_yaml(run_file)
-        name = document.get("recipe") if isinstance(document, dict) else None
-        source = find_recipe(str(name)) if name else recipe
-    card = card_of(source) if source is not None else None
+    if not run_file.is_file():
+        return recipe
+    document = read_yaml(run_file)
+    name = document.get("recipe") if isinstance(document, dict) else None
+    return (find_recipe(str(name)) if name else None) or recipe
+
+
+def _card_reasons(recipe: Path) -> dict[str, str]:
+    from dpofit.recipe.cards import environment_of, read_presets
+
+    card = card_of(catalogue_source(recipe))
     if card is None:
         return {}
     return {name: variable.why for name, variable in environment_of(card, read_presets()).items()}

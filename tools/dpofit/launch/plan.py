@@ -101,11 +101,12 @@ def shown(plan: Plan, python: str = "python") -> str:
     """The plan as shell text that runs the same thing; secrets masked."""
     lines = [f"cd {shlex.quote(str(plan.folder))}"]
     lines += [f"export {v.name}={shlex.quote(masked(v.name, v.value))}  # {v.why}" for v in plan.variables]
-    words = [python if word == sys.executable else _masked_override(word) for word in plan.command]
+    words = [python if word == sys.executable else masked_override(word) for word in plan.command]
     return "\n".join([*lines, shlex.join(words)])
 
 
-def _masked_override(word: str) -> str:
+def masked_override(word: str) -> str:
+    """`key=value` as it may be shown."""
     key, separator, value = word.partition("=")
     return f"{key}={masked(key, value)}" if separator else word
 

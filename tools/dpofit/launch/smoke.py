@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dpofit.launch.death import Outcome
-from dpofit.launch.environment import Variable, launch_variables
+from dpofit.launch.environment import Variable, cpu_variables, launch_variables
 from dpofit.launch.network import free_port
 from dpofit.launch.plan import Plan, single_command, torchrun_command
 from dpofit.launch.run import run_plan
@@ -77,7 +76,7 @@ def smoke(
 
         def run(name: str, overrides: Sequence[str]) -> Outcome:
             tell(f"{name}: {ranks} rank{'s' if ranks > 1 else ''} on {'GPU' if gpus else 'CPU'}")
-            document = {"run": name, "cpu": gpus == 0, "head_scale": plan.head_scale}
+            document = {"run": name, "head_scale": plan.head_scale}
             (folder / "smoke.json").write_text(json.dumps(document))
             return run_plan(_job(folder, variables, ranks, deepspeed is not None, overrides, name), log)
 
@@ -120,12 +119,12 @@ def _write_assets(folder: Path, plan: SmokePlan, config: dict) -> None:
 def _variables(read: ReadRecipe, gpus: int, ranks: int, folder: Path) -> tuple[Variable, ...]:
     assert read.recipe is not None
     cores = len(os.sched_getaffinity(0))
-    variables = [] if gpus == 0 else list(launch_variables(read.recipe, os.environ, ranks, cores))
-    # Compiled DeepSpeed operators are kept between runs; torch keys its cache by name only, hence the version.
-    operators = Path.home() / ".cache" / "dpofit" / f"torch-{_version('torch')}-deepspeed-{_version('deepspeed')}"
+    if gpus:
+        variables = list(launch_variables(read.recipe, os.environ, ranks, cores))
+    else:
+        variables = list(cpu_variables(ranks, cores))
     variables += [
         Variable("DPOFIT_SMOKE", str(folder), "the smoke run's folder"),
-        Variable("TORCH_EXTENSIONS_DIR", str(operators), "compiled DeepSpeed operators, apart from other versions'"),
         Variable("HF_DATASETS_CACHE", str(folder / "cache"), "nothing of yours is touched"),
         Variable("WANDB_MODE", "disabled", "nothing from the network"),
     ]
@@ -133,12 +132,6 @@ def _variables(read: ReadRecipe, gpus: int, ranks: int, folder: Path) -> tuple[V
     variables += [Variable(name, "1", "nothing from the network") for name in offline]
     switches = ("USE_MODELSCOPE_HUB", "USE_OPENMIND_HUB", "USE_RAY", "USE_MCA")
     variables += [Variable(name, "0", "nothing from the network") for name in switches if name in os.environ]
-    if gpus == 0:
-        variables += [
-            Variable("DS_ACCELERATOR", "cpu", "no GPU here"),
-            Variable("CUDA_VISIBLE_DEVICES", "", "no GPU here"),
-            Variable("OMP_NUM_THREADS", str(max(1, cores // ranks)), f"{cores} cores / {ranks} ranks"),
-        ]
     return tuple(variables)
 
 
@@ -208,10 +201,3 @@ def _loads(name: str, result: dict) -> Check:
 def _result(folder: Path, run: str) -> dict | None:
     path = folder / f"result.{run}.json"
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

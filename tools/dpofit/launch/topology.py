@@ -1,4 +1,4 @@
-"""How many nodes and processes a job has, and which node this is: from the names LLaMA-Factory, Slurm or Kubeflow use."""
+"""How many nodes and processes a job has, and which node this is, by LLaMA-Factory's, Slurm's or Kubeflow's names."""
 
 from __future__ import annotations
 

@@ -1,0 +1,45 @@
+"""Asks the memory model about the job that is about to start, on this machine's cards or those a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dpofit.errors import BadInput
+from dpofit.launch.topology import Topology
+from dpofit.units import format_gib
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """`verdict` None: not predicted, `text` says why. Sizes are the upper ends that a run should stay below."""
+
+    verdict: str | None
+    text: str
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+    checkpoint_bytes: int | None = None
+
+
+def forecast(reference: str, overrides: Sequence[str], topology: Topology | None) -> Forecast:
+    """Predict the job on this machine's cards, as many as `topology` says; None: those the recipe is written for."""
+    from dpofit.cli.job_options import JobFlags, plan_job
+    from dpofit.memory.predict import predict
+
+    flags = JobFlags()
+    if topology is not None:
+        flags = JobFlags(gpu="auto", nodes=topology.nodes, gpus_per_node=topology.processes, host_ram="auto")
+    try:
+        planned = plan_job(reference, overrides, flags)
+        prediction = predict(planned.job, planned.mix)
+    except BadInput as bad:
+        return Forecast(None, f"not predicted: {bad.problems[0].wrong}")
+    gpu, host, cluster = prediction.gpu, prediction.host, planned.job.cluster
+    text = (
+        f"{prediction.verdict}: {format_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes)} a GPU, "
+        f"{format_gib(host.peak_bytes)} of host memory a node; {cluster.nodes} x {cluster.gpus_per_node} "
+        f"{cluster.gpu.name}, rows of {planned.job.lengths.row_tokens:,} tokens"
+    )
+    return Forecast(
+        prediction.verdict, text, gpu.high_bytes, host.high_bytes, getattr(prediction.disk, "checkpoint_bytes", None)
+    )
