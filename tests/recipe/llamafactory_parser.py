@@ -18,9 +18,15 @@ def free_port() -> str:
 
 
 os.environ.update(
-    RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
-    DS_ACCELERATOR="cpu", DISABLE_VERSION_CHECK="1", LLAMAFACTORY_VERBOSITY="ERROR",
-)  # fmt: skip
+    RANK="0",
+    WORLD_SIZE="1",
+    LOCAL_RANK="0",
+    MASTER_ADDR="127.0.0.1",
+    MASTER_PORT=free_port(),
+    DS_ACCELERATOR="cpu",
+    DISABLE_VERSION_CHECK="1",
+    LLAMAFACTORY_VERBOSITY="ERROR",
+)
 
 import llamafactory.hparams.parser as parser  # noqa: E402
 import torch.distributed  # noqa: E402
@@ -31,14 +37,43 @@ transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 parser.is_torch_bf16_gpu_available = lambda: True
 
 PARSED = {
-    "model": ("adapter_name_or_path", "flash_attn", "use_unsloth_gc", "enable_liger_kernel", "quantization_bit",
-              "disable_gradient_checkpointing", "use_reentrant_gc", "upcast_layernorm", "double_quantization"),
+    "model": (
+        "adapter_name_or_path",
+        "flash_attn",
+        "use_unsloth_gc",
+        "enable_liger_kernel",
+        "quantization_bit",
+        "disable_gradient_checkpointing",
+        "use_reentrant_gc",
+        "upcast_layernorm",
+        "double_quantization",
+    ),
     "data": ("cutoff_len", "packing", "val_size"),
-    "training": ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "bf16",
-                 "fp16", "do_eval", "save_only_model", "save_total_limit", "torch_empty_cache_steps"),
-    "finetuning": ("stage", "finetuning_type", "lora_rank", "lora_target", "additional_target", "pref_loss",
-                   "pref_ftx", "use_dora", "use_rslora", "pure_bf16", "ref_model"),
-}  # fmt: skip
+    "training": (
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "bf16",
+        "fp16",
+        "do_eval",
+        "save_only_model",
+        "save_total_limit",
+        "torch_empty_cache_steps",
+    ),
+    "finetuning": (
+        "stage",
+        "finetuning_type",
+        "lora_rank",
+        "lora_target",
+        "additional_target",
+        "pref_loss",
+        "pref_ftx",
+        "use_dora",
+        "use_rslora",
+        "pure_bf16",
+        "ref_model",
+    ),
+}
 
 
 def parse(settings: dict) -> dict:

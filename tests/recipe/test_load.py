@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from dpofit.errors import BadInput
 from dpofit.recipe.load import load_recipe
 
@@ -105,10 +104,12 @@ def test_every_problem_is_reported_at_once_with_its_line_and_remedy(write):
     assert problems(path) == [
         f"{path}:{line['stage']}: stage: is 'dop'. Did you mean dpo? Choose one of pt, sft, rm, ppo, dpo, kto.",
         f"{path}:{line['cutoff_len']}: cutoff_len: is null. Give a whole number, or remove the key.",
-        f"{path}:{line['bf16']}: bf16: is the text 'false', which LLaMA-Factory takes for true. Write true or false without quotes.",
+        f"{path}:{line['bf16']}: bf16: is the text 'false', which LLaMA-Factory takes for true. "
+        "Write true or false without quotes.",
         f"{path}:{line['lora_rnk']}: lora_rnk: is not a key of LLaMA-Factory 0.9.5. Did you mean lora_rank?",
         f"{path}:{line['max_samples']}: max_samples: is 1000.5. Give a whole number.",
-        f"{path}:{line['evaluation_strategy']}: evaluation_strategy: is not a key of LLaMA-Factory 0.9.5. It was renamed: write eval_strategy.",
+        f"{path}:{line['evaluation_strategy']}: evaluation_strategy: is not a key of LLaMA-Factory 0.9.5. "
+        "It was renamed: write eval_strategy.",
     ]
 
 

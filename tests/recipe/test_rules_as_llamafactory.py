@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from dpofit.recipe.load import read_recipe
 from dpofit.recipe.rules import RULES
 
@@ -55,8 +54,18 @@ BREAKS = {
     ("config.sft-only", "train_on_prompt"): {"train_on_prompt": True},
     ("config.sft-only", "mask_history"): {"mask_history": True},
     ("config.predict-with-generate", "do_predict"): {**SFT, "do_predict": True, "val_size": 0.1},
-    ("config.predict-with-generate", "predict_with_generate"): {**SFT, **Z3, "val_size": 0.1, "predict_with_generate": True},
-    ("config.load-best", "load_best_model_at_end"): {**STEPS, "stage": "rm", "load_best_model_at_end": True, "eval_steps": 500},
+    ("config.predict-with-generate", "predict_with_generate"): {
+        **SFT,
+        **Z3,
+        "val_size": 0.1,
+        "predict_with_generate": True,
+    },
+    ("config.load-best", "load_best_model_at_end"): {
+        **STEPS,
+        "stage": "rm",
+        "load_best_model_at_end": True,
+        "eval_steps": 500,
+    },
     ("config.ppo", "do_train"): {**PPO, "do_train": False},
     ("config.ppo", "shift_attn"): {**PPO, "shift_attn": True},
     ("config.no-dataset", "dataset"): {"dataset": None},
@@ -73,8 +82,17 @@ BREAKS = {
     ("config.quantization-method", "quantization_bit"): {"quantization_bit": 4},
     ("config.pissa-quantized", "pissa_init"): {**SFT, **LORA, "pissa_init": True, "quantization_bit": 4},
     ("config.quantization-vocab", "resize_vocab"): {**LORA, "resize_vocab": True, "quantization_bit": 4},
-    ("config.quantization-adapter", "create_new_adapter"): {**LORA, "adapter_name_or_path": "p", "create_new_adapter": True, "quantization_bit": 4},
-    ("config.quantization-adapter", "adapter_name_or_path"): {**LORA, "adapter_name_or_path": "p,q", "quantization_bit": 4},
+    ("config.quantization-adapter", "create_new_adapter"): {
+        **LORA,
+        "adapter_name_or_path": "p",
+        "create_new_adapter": True,
+        "quantization_bit": 4,
+    },
+    ("config.quantization-adapter", "adapter_name_or_path"): {
+        **LORA,
+        "adapter_name_or_path": "p,q",
+        "quantization_bit": 4,
+    },
     ("config.precision-twice", "fp16"): {"fp16": True, "bf16": True},
     ("config.precision-twice", "fp16_full_eval"): {"fp16_full_eval": True, "bf16_full_eval": True},
     ("config.scheduler-needs-eval", "lr_scheduler_type"): {"lr_scheduler_type": "reduce_lr_on_plateau"},
@@ -88,7 +106,7 @@ BREAKS = {
     ("config.lora-only", "use_rslora"): {"use_rslora": True},
     ("config.lora-only", "loraplus_lr_ratio"): {"loraplus_lr_ratio": 16.0},
     ("config.lora-only", "pissa_init"): {"pissa_init": True, "pref_loss": "orpo"},
-}  # fmt: skip
+}
 # Refused after the parser: by the model's loading, or the trainer's start.
 LATER = {
     ("config.quantization-bits", "quantization_bit"),
@@ -97,21 +115,61 @@ LATER = {
     ("config.auto-batch-zero3", "auto_find_batch_size"),
 }
 POOL = {
-    "stage": ["sft", "dpo", "rm", "ppo", "kto", "pt"], "finetuning_type": ["full", "lora", "freeze", "oft"],
-    "deepspeed": [str(DEEPSPEED / "z3.json"), str(DEEPSPEED / "z2.json")], "dataset": ["a,b", ["a", "b"], None],
-    "eval_dataset": ["e"], "val_size": [0.1, 5], "do_eval": [True], "eval_strategy": ["steps", "epoch"], "bf16": [True],
-    "fp16": [True], "pure_bf16": [True], "quantization_bit": [4, 8], "pissa_init": [True], "use_dora": [True],
-    "use_rslora": [True], "loraplus_lr_ratio": [16.0], "neat_packing": [True], "packing": [True], "train_on_prompt": [True],
-    "mask_history": [True], "streaming": [True], "max_steps": [10], "max_samples": [5], "interleave_probs": ["0.5,0.5", "1"],
-    "mix_strategy": ["interleave_under"], "pref_loss": ["orpo", "simpo", "ipo"], "dpo_label_smoothing": [0.1],
-    "load_best_model_at_end": [True], "save_strategy": ["no", "epoch", "best"], "save_steps": [100, 0.5], "eval_steps": [50, 30, 0.25],
-    "adapter_name_or_path": ["p", "p,q"], "create_new_adapter": [True], "resize_vocab": [True], "predict_with_generate": [True],
-    "do_predict": [True], "compute_accuracy": [True], "reward_model": ["r"], "reward_model_type": ["full"], "do_train": [False],
-    "lr_scheduler_type": ["cosine", "greedy"], "logging_steps": [10, 1.5], "dataloader_prefetch_factor": [2],
-    "dataloader_num_workers": [2], "fp8": [True], "warmup_ratio": [0.1, -0.1], "torch_empty_cache_steps": [3],
-    "use_unsloth_gc": [True], "save_only_model": [True], "gradient_checkpointing": [True], "flash_attn": ["fa2", "sdpa"],
-    "optim": ["adamw_8bit", "paged_adamw_8bit"], "lora_target": ["q_proj,v_proj"], "cutoff_len": [4096],
-}  # fmt: skip
+    "stage": ["sft", "dpo", "rm", "ppo", "kto", "pt"],
+    "finetuning_type": ["full", "lora", "freeze", "oft"],
+    "deepspeed": [str(DEEPSPEED / "z3.json"), str(DEEPSPEED / "z2.json")],
+    "dataset": ["a,b", ["a", "b"], None],
+    "eval_dataset": ["e"],
+    "val_size": [0.1, 5],
+    "do_eval": [True],
+    "eval_strategy": ["steps", "epoch"],
+    "bf16": [True],
+    "fp16": [True],
+    "pure_bf16": [True],
+    "quantization_bit": [4, 8],
+    "pissa_init": [True],
+    "use_dora": [True],
+    "use_rslora": [True],
+    "loraplus_lr_ratio": [16.0],
+    "neat_packing": [True],
+    "packing": [True],
+    "train_on_prompt": [True],
+    "mask_history": [True],
+    "streaming": [True],
+    "max_steps": [10],
+    "max_samples": [5],
+    "interleave_probs": ["0.5,0.5", "1"],
+    "mix_strategy": ["interleave_under"],
+    "pref_loss": ["orpo", "simpo", "ipo"],
+    "dpo_label_smoothing": [0.1],
+    "load_best_model_at_end": [True],
+    "save_strategy": ["no", "epoch", "best"],
+    "save_steps": [100, 0.5],
+    "eval_steps": [50, 30, 0.25],
+    "adapter_name_or_path": ["p", "p,q"],
+    "create_new_adapter": [True],
+    "resize_vocab": [True],
+    "predict_with_generate": [True],
+    "do_predict": [True],
+    "compute_accuracy": [True],
+    "reward_model": ["r"],
+    "reward_model_type": ["full"],
+    "do_train": [False],
+    "lr_scheduler_type": ["cosine", "greedy"],
+    "logging_steps": [10, 1.5],
+    "dataloader_prefetch_factor": [2],
+    "dataloader_num_workers": [2],
+    "fp8": [True],
+    "warmup_ratio": [0.1, -0.1],
+    "torch_empty_cache_steps": [3],
+    "use_unsloth_gc": [True],
+    "save_only_model": [True],
+    "gradient_checkpointing": [True],
+    "flash_attn": ["fa2", "sdpa"],
+    "optim": ["adamw_8bit", "paged_adamw_8bit"],
+    "lora_target": ["q_proj,v_proj"],
+    "cutoff_len": [4096],
+}
 
 
 def random_recipes(count: int) -> list[dict]:
@@ -132,8 +190,12 @@ def theirs(tmp_path_factory) -> list[dict]:
     cases = [BASE, *({**BASE, **change} for change in BREAKS.values()), *RANDOM]
     script = Path(__file__).with_name("llamafactory_parser.py")
     run = subprocess.run(
-        [sys.executable, str(script)], input=json.dumps(cases), capture_output=True, text=True, cwd=tmp_path_factory.mktemp("work"),
-    )  # fmt: skip
+        [sys.executable, str(script)],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path_factory.mktemp("work"),
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -183,18 +245,34 @@ def test_accepted_recipes_have_the_values_llamafactory_parsed(theirs, ours):
             continue
         compared += 1
         expected = {
-            "stage": recipe.stage, "finetuning_type": recipe.finetuning, "bf16": recipe.bf16, "fp16": recipe.fp16,
-            "pure_bf16": recipe.pure_bf16, "optim": recipe.optim, "packing": recipe.packing, "flash_attn": recipe.flash_attn,
+            "stage": recipe.stage,
+            "finetuning_type": recipe.finetuning,
+            "bf16": recipe.bf16,
+            "fp16": recipe.fp16,
+            "pure_bf16": recipe.pure_bf16,
+            "optim": recipe.optim,
+            "packing": recipe.packing,
+            "flash_attn": recipe.flash_attn,
             # data_args.py: one token less when packing, put back by the packed collator's padding
-            "cutoff_len": recipe.cutoff_len - recipe.packing * (settings["stage"] != "pt" or "packing" in settings or "neat_packing" in settings),
-            "per_device_train_batch_size": recipe.micro_batch, "per_device_eval_batch_size": recipe.eval_micro_batch,
-            "gradient_accumulation_steps": recipe.gradient_accumulation, "do_eval": recipe.evaluates,
-            "lora_rank": recipe.lora_rank, "lora_target": list(recipe.lora_target), "use_dora": recipe.use_dora,
-            "use_rslora": recipe.use_rslora, "pref_loss": recipe.pref_loss, "pref_ftx": recipe.pref_ftx,
-            "quantization_bit": recipe.quantization_bit, "double_quantization": recipe.double_quantization,
-            "enable_liger_kernel": recipe.liger, "save_only_model": recipe.save_only_model,
-            "save_total_limit": recipe.save_total_limit, "torch_empty_cache_steps": recipe.torch_empty_cache_steps,
-        }  # fmt: skip
+            "cutoff_len": recipe.cutoff_len
+            - recipe.packing * (settings["stage"] != "pt" or "packing" in settings or "neat_packing" in settings),
+            "per_device_train_batch_size": recipe.micro_batch,
+            "per_device_eval_batch_size": recipe.eval_micro_batch,
+            "gradient_accumulation_steps": recipe.gradient_accumulation,
+            "do_eval": recipe.evaluates,
+            "lora_rank": recipe.lora_rank,
+            "lora_target": list(recipe.lora_target),
+            "use_dora": recipe.use_dora,
+            "use_rslora": recipe.use_rslora,
+            "pref_loss": recipe.pref_loss,
+            "pref_ftx": recipe.pref_ftx,
+            "quantization_bit": recipe.quantization_bit,
+            "double_quantization": recipe.double_quantization,
+            "enable_liger_kernel": recipe.liger,
+            "save_only_model": recipe.save_only_model,
+            "save_total_limit": recipe.save_total_limit,
+            "torch_empty_cache_steps": recipe.torch_empty_cache_steps,
+        }
         assert {key: result[key] for key in expected} == expected
     assert compared > 20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dpofit.recipe.interpolation import has_interpolation
 from dpofit.recipe.issue import Issue
 from dpofit.recipe.rules import Rule, broken
 from dpofit.recipe.run import Run
@@ -103,6 +104,6 @@ def settings_advice(run: Run) -> Iterator[Issue]:
             if key in s:
                 yield s.issue("config.pref-keys-stage", key, f"does nothing with stage: {run.stage}", "Remove it.")
     for key in s.given:
-        if is_secret(key) and s[key] and key not in s.overridden:
+        if is_secret(key) and s[key] and key not in s.overridden and not has_interpolation(s.document.values[key]):
             right = f"Export it in the shell, or write ${{oc.env:{key.upper()}}}, which dpofit resolves."
             yield s.issue("config.secret-in-file", key, "holds a secret", right)

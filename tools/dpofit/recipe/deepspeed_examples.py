@@ -1,7 +1,6 @@
 """What LLaMA-Factory's example DeepSpeed files set, so that a recipe naming one can be planned away from its checkout.
 
-Only the settings, as facts (examples/deepspeed of LLaMA-Factory, same at v0.9.5 and after); a test compares them with
-a checkout where one is at hand.
+Only the settings, as facts: examples/deepspeed of LLaMA-Factory, compared key by key at v0.9.5 and at ff6d4d1.
 """
 
 from __future__ import annotations
@@ -55,3 +54,18 @@ _ZERO = {
 }
 EXAMPLES: dict[str, dict[str, Any]] = {name: {**_COMMON, "zero_optimization": zero} for name, zero in _ZERO.items()}
 EXAMPLES["ds_z2_autotp_config.json"] = {**EXAMPLES["ds_z2_config.json"], "tensor_parallel": {"autotp_size": 2}}
+EXAMPLES["ds_z3_fp8_config.json"] = {
+    **{key: value for key, value in _COMMON.items() if key != "train_batch_size"},
+    "zero_force_ds_cpu_optimizer": True,
+    "fp16": {**_COMMON["fp16"], "enabled": False},
+    "zero_optimization": {
+        **_AT_3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "reduce_bucket_size": 12_845_056,
+        "stage3_prefetch_bucket_size": 11_560_550,
+        "stage3_param_persistence_threshold": 35_840,
+    },
+    "steps_per_print": 10_000_000,
+    "comms_config": {"verbose": False},
+    "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor", "csv_monitor": {"enabled": False}},
+}

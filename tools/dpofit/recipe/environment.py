@@ -35,7 +35,7 @@ def run_environment(recipe: Path, process: Mapping[str, str]) -> tuple[dict[str,
 def expandable_segments(environment: Mapping[str, str]) -> bool | None:
     """True or False where the environment says so; None leaves it to the launcher, which turns it on.
 
-    llamafactory 0.9.5 launcher.py 75-77: its torchrun branch sets expandable_segments:True unless OPTIM_TORCH=0.
+    llamafactory 0.9.5 launcher.py 80-83: its torchrun branch sets expandable_segments:True unless OPTIM_TORCH=0.
     """
     for name in ALLOCATOR_VARIABLES:
         if name in environment:
@@ -52,7 +52,7 @@ def launcher_sets_allocator(environment: Mapping[str, str]) -> bool:
 
 
 def extra_keys_allowed(process: Mapping[str, str]) -> bool:
-    """ALLOW_EXTRA_ARGS makes LLaMA-Factory drop unknown keys instead of refusing them (hparams/parser.py 216)."""
+    """ALLOW_EXTRA_ARGS makes LLaMA-Factory drop unknown keys instead of refusing them (hparams/parser.py 261)."""
     return process.get("ALLOW_EXTRA_ARGS", "0").lower() in ("true", "y", "1")
 
 

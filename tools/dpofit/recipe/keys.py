@@ -26,7 +26,7 @@ COMMA_LISTS = words(
     additional_target galore_target apollo_target
     """
 )
-# Accepted beside what the annotation says: dataset_dir as the content of dataset_info.json (data/parser.py 96),
+# Accepted beside what the annotation says: dataset_dir as the content of dataset_info.json (data/parser.py 98),
 # resume_from_checkpoint: true (transformers trainer.py: the newest checkpoint).
 _ALSO_ACCEPTED = {"dataset_dir": "dict", "resume_from_checkpoint": "bool"}
 _YAML_NO = {False: "no", True: "yes"}

@@ -39,7 +39,7 @@ def refusals(run: Run) -> Iterator[Issue]:
 
 
 def _lora_only(run: Run) -> Iterator[Issue]:
-    """finetuning_args.py 558-569, one issue a key."""
+    """finetuning_args.py 604-615, one issue a key."""
     if run.method != "lora":
         for key in ("loraplus_lr_ratio", "use_rslora", "use_dora", "pissa_init"):
             if run.settings[key] not in (None, False):

@@ -22,7 +22,7 @@ class Run:
 
     @property
     def do_eval(self) -> bool:
-        """transformers sets do_eval whenever eval_strategy is not "no" (training_args.py 1495)."""
+        """transformers sets do_eval whenever eval_strategy is not "no" (training_args.py 1498)."""
         return self.settings.on("do_eval") or self.settings["eval_strategy"] != "no"
 
     @property

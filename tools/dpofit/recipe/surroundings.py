@@ -39,18 +39,13 @@ def launch_advice(read: ReadRecipe, gpu: Gpu | None) -> Iterator[Issue]:
     if path.suffix.lower() == ".json":
         yield Issue("config.cli-json", str(path), None, "is a JSON recipe", "Run it with dpofit, or save it as YAML.")
     if any(character.isspace() for character in str(path)):
-        yield Issue(
-            "config.cli-spaces", str(path), None, "has a space in its path", "Run it with dpofit, or rename it."
-        )
+        right = "Run it with dpofit, or rename it."
+        yield Issue("config.cli-spaces", str(path), None, "has a space in its path", right)
     if gpu is not None and not gpu.bf16:
         for key in ("bf16", "pure_bf16"):
             if s.on(key):
-                yield s.issue(
-                    "config.bf16-hardware",
-                    key,
-                    f"is on, and {gpu.name} has no bf16",
-                    f"Write fp16: true, remove {key}.",
-                )
+                wrong = f"is on, and {gpu.name} has no bf16"
+                yield s.issue("config.bf16-hardware", key, wrong, f"Write fp16: true instead of {key}.")
     found = read.deepspeed
     if found is not None and found.found_in in ("recipe folder", "example"):
         wrong = f"was found in the recipe's folder: {found.source}"
@@ -64,45 +59,32 @@ def disk_advice(run: Run) -> Iterator[Issue]:
     yield from _output_folder(run)
     s = run.settings
     for key in ("model_name_or_path", "adapter_name_or_path", "ref_model", "ref_model_adapters", "media_dir"):
-        for name in s.names(key) if key.startswith("adapter") else (s[key],) if s[key] else ():
+        for name in s.names(key):
             if re.match(r"[/~]|\.\.?/", name) and not Path(name).expanduser().exists():
-                yield s.issue(
-                    "config.files-missing",
-                    key,
-                    f"names {name}, which is not here",
-                    "Correct it, or ignore this elsewhere.",
-                )
+                right = "Correct it, unless the run happens on another machine."
+                yield s.issue("config.files-missing", key, f"names {name}, which is not here", right)
     yield from _datasets(run)
 
 
 def _output_folder(run: Run) -> Iterator[Issue]:
+    """hparams/parser.py 476-505: what LLaMA-Factory does about a folder that is not empty."""
     s = run.settings
     folder = Path(str(s["output_dir"] or "trainer_output")).expanduser()
     if not folder.is_dir() or not s.on("do_train"):
         return
     names = os.listdir(folder)
-    checkpoints = [name for name in names if re.fullmatch(r"checkpoint-\d+", name) and (folder / name).is_dir()]
-    resumes = not (run.stage in ("rm", "ppo") and run.method in ("full", "freeze"))  # parser.py 477-483
-    if checkpoints and s.on("overwrite_output_dir"):
-        yield s.issue(
-            "config.overwrite-output", "output_dir", f"holds {len(checkpoints)} checkpoints", "Name a new folder."
-        )
-    elif s.set("resume_from_checkpoint") or s.on("overwrite_output_dir") or not resumes:
+    steps = [int(name[11:]) for name in names if re.fullmatch(r"checkpoint-\d+", name) and (folder / name).is_dir()]
+    starts_over = run.stage in ("rm", "ppo") and run.method in ("full", "freeze")
+    if steps and s.on("overwrite_output_dir"):
+        yield s.issue("config.overwrite-output", "output_dir", f"holds {len(steps)} checkpoints", "Name a new folder.")
+    elif s.set("resume_from_checkpoint") or s.on("overwrite_output_dir") or starts_over:
         return
-    elif checkpoints:
-        yield s.issue(
-            "config.output-has-checkpoints",
-            "output_dir",
-            f"holds {checkpoints[-1]}",
-            "Name a new folder to start over.",
-        )
+    elif steps:
+        wrong = f"holds checkpoint-{max(steps)}, and resumes from it"
+        yield s.issue("config.output-has-checkpoints", "output_dir", wrong, "Name a new folder to start over.")
     elif any(name in _FINISHED_MODEL for name in names):
-        yield s.issue(
-            "config.output-not-empty",
-            "output_dir",
-            "holds a finished model",
-            "Name a new folder, or set overwrite_output_dir: true.",
-        )
+        right = "Name a new folder, or set overwrite_output_dir: true."
+        yield s.issue("config.output-not-empty", "output_dir", "holds a finished model", right)
 
 
 def _datasets(run: Run) -> Iterator[Issue]:
@@ -121,9 +103,7 @@ def _datasets(run: Run) -> Iterator[Issue]:
                 yield s.issue("config.dataset-unknown", key, f"names {name}, which dataset_info.json has not", right)
             elif isinstance(entry, dict) and bool(entry.get("ranking")) is not ranked:
                 wrong = f"names {name}, which is {'not ' if ranked else ''}a ranking dataset"
-                right = (
-                    'Add "ranking": true to its entry, or choose another.' if ranked else "Choose one without ranking."
-                )
+                right = 'Add "ranking": true to its entry.' if ranked else "Choose a dataset without ranking."
                 yield s.issue("config.dataset-not-ranked", key, f"{wrong}, in stage {run.stage}", right)
 
 

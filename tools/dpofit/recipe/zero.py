@@ -21,7 +21,7 @@ _HARMLESS_SECTIONS = words(
     """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
     zero_allow_untested_optimizer steps_per_print wall_clock_breakdown dump_state memory_breakdown comms_logger
-    comms_config monitor_config tensorboard wandb csv_monitor comet flops_profiler scheduler prescale_gradients
+    tensorboard wandb csv_monitor comet flops_profiler scheduler prescale_gradients
     gradient_predivide_factor checkpoint aio autotuning elasticity nebula seed activation_checkpointing timers
     data_types fp16 bf16 zero_optimization
     """
@@ -32,8 +32,8 @@ _MEMORY_SECTIONS = words(
     optimizer amp sparse_gradients sparse_attention communication_data_type
     seq_parallel_communication_data_type tensor_parallel pipeline compression_training data_efficiency
     curriculum_learning hybrid_engine compile zero_force_ds_cpu_optimizer torch_autocast sequence_parallel_size
-    eigenvalue progressive_layer_drop fp32_allreduce disable_allgather weight_quantization
-    use_data_before_expert_parallel_ zenflow
+    eigenvalue progressive_layer_drop disable_allgather weight_quantization
+    use_data_before_expert_parallelism zenflow
     """
 )
 # ZeRO settings read below, and ones that cannot change memory.
