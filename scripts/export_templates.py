@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write LLaMA-Factory's chat templates to tools/dpofit/data/templates.json, from the installed package.
+"""Write LLaMA-Factory's chat templates, and how transformers picks tokenizers, to tools/dpofit/data/templates.json.
 
     python scripts/export_templates.py           # rewrite the file
     python scripts/export_templates.py --check   # exit 1 if the file is not what the package says
@@ -70,6 +70,37 @@ def export(template: Any) -> dict[str, Any]:
     }
 
 
+def tokenizer_classes() -> dict[str, Any]:
+    """Which class transformers picks, and which classes build their own pipeline instead of reading tokenizer.json's.
+
+    transformers 5.5.4 tokenization_utils_tokenizers.py convert_to_native_format: a class with an `__init__` of its own
+    takes only vocabulary and merges from the file. `rebuilt` holds the pipeline it then has, null where it depends on
+    more than the vocabulary.
+    """
+    import transformers
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    mapping = {kind: name.removesuffix("Fast") for kind, name in TOKENIZER_MAPPING_NAMES.items() if name}
+    rebuilt: dict[str, Any] = {}
+    for name in sorted(set(mapping.values())):
+        cls = getattr(transformers, name, None)
+        if not isinstance(cls, type) or not issubclass(cls, TokenizersBackend) or cls is TokenizersBackend:
+            continue
+        if "__init__" not in cls.__dict__:
+            continue
+        try:
+            pipeline = json.loads(cls()._tokenizer.to_str())
+            rebuilt[name] = {key: pipeline[key] for key in ("normalizer", "pre_tokenizer")}
+        except Exception:  # needs a vocabulary or files: not comparable without them
+            rebuilt[name] = None
+    return {
+        "source": f"transformers {version('transformers')}",
+        "class_of_model_type": dict(sorted(mapping.items())),
+        "rebuilt": rebuilt,
+    }
+
+
 def document() -> str:
     """The whole file as text."""
     os.environ.setdefault("DISABLE_VERSION_CHECK", "1")
@@ -77,6 +108,7 @@ def document() -> str:
 
     body = {
         "source": f"llamafactory {version('llamafactory')} data/template.py, by scripts/export_templates.py",
+        "tokenizer_classes": tokenizer_classes(),
         "templates": {name: export(TEMPLATES[name]) for name in sorted(TEMPLATES)},
     }
     return json.dumps(body, ensure_ascii=False, indent=1) + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -66,11 +66,30 @@ class Layout:
     rejected: tuple[str | Special, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerClasses:
+    """How transformers picks a tokenizer class, and the pipelines of classes that do not read tokenizer.json's."""
+
+    source: str
+    class_of_model_type: Mapping[str, str]
+    rebuilt: Mapping[str, Any]  # class -> {"normalizer", "pre_tokenizer"}, or None where it cannot be said beforehand
+
+
+@cache
+def tokenizer_classes() -> TokenizerClasses:
+    """From the exported file."""
+    return TokenizerClasses(**_document()["tokenizer_classes"])
+
+
+@cache
+def _document() -> dict[str, Any]:
+    return json.loads(files("dpofit.data").joinpath("templates.json").read_text(encoding="utf-8"))
+
+
 @cache
 def templates() -> dict[str, Template]:
     """Every template by name; those whose class is not reproduced have an empty `kind`."""
-    document = json.loads(files("dpofit.data").joinpath("templates.json").read_text(encoding="utf-8"))
-    return {name: _template(name, body) for name, body in document["templates"].items()}
+    return {name: _template(name, body) for name, body in _document()["templates"].items()}
 
 
 def lay_out(template: Template, pair: Pair, thinking: Thinking, default_system: str | None) -> Layout:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dpofit.data.templates import Template
+from dpofit.data.templates import Template, tokenizer_classes
 
 # Lone surrogates cannot be encoded; pandas drops them from a JSON list, and JSON lines with them do not load.
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -16,10 +16,13 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class Tokenizer:
     """A Hugging Face fast tokenizer from a local folder: its tokenizer.json plus what tokenizer_config.json adds."""
 
-    def __init__(self, backend: Any, source: str, bos: str | None, eos: str | None, unk: str | None) -> None:
+    def __init__(
+        self, backend: Any, source: str, bos: str | None, eos: str | None, unk: str | None, doubt: str
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend, self.source = backend, source
+        self.doubt = doubt  # why training may tokenize otherwise; "" when it does not
         self._bos, self._eos, self._unk = bos, eos, unk
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -49,8 +52,15 @@ class Tokenizer:
         return self._backend.token_to_id(stop) if stop else found
 
     def head(self, text: str, tokens: int) -> str:
+        """The longest head that ends between tokens and is at most `tokens` of them when it stands alone."""
         encoding = self._backend.encode(text, add_special_tokens=False)
-        return text if len(encoding.ids) <= tokens else text[: encoding.offsets[tokens][0]]
+        if len(encoding.ids) <= tokens:
+            return text
+        for kept in range(tokens, 0, -1):  # half a word may take more tokens alone than it took in the word
+            head = text[: encoding.offsets[kept][0]]
+            if len(self._backend.encode(head, add_special_tokens=False).ids) <= tokens:
+                return head
+        return ""
 
     def prepare(self, template: Template) -> None:
         """template.py 220-262 fix_special_tokens: eos, then the stop words, become special tokens."""
@@ -87,7 +97,42 @@ def load_tokenizer(folder: Path) -> Tokenizer | str:
             token = tokenizers.AddedToken(**{key: value for key, value in entry.items() if key != "__type"})
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
     bos, eos, unk = (_token(config.get(key)) for key in ("bos_token", "eos_token", "unk_token"))
-    return Tokenizer(backend, str(file), bos, eos, unk)
+    return Tokenizer(backend, str(file), bos, eos, unk, _doubt(folder, config, backend))
+
+
+def _doubt(folder: Path, config: dict[str, Any], backend: Any) -> str:
+    """Why transformers would not tokenize as tokenizer.json says, "" if it does.
+
+    transformers 5.5.4 models/auto/tokenization_auto.py 690-740 picks the class; a class that builds its own pipeline
+    takes only the vocabulary from tokenizer.json, so the two are compared.
+    """
+    known = tokenizer_classes()
+    named = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    usual = known.class_of_model_type.get(str(_config(folder / "config.json").get("model_type")))
+    if usual and named and usual != named:
+        return ""  # a class that is not the model's own: tokenizer.json is read as it is
+    name = named or usual or ""
+    if name not in known.rebuilt:
+        return ""
+    pipeline = known.rebuilt[name]
+    own = {key: _state(getattr(backend, key)) for key in ("normalizer", "pre_tokenizer")}
+    if pipeline is not None and not config.get("add_prefix_space") and _same(own, pipeline):
+        return ""
+    return f"{name} of {known.source} does not use the pipeline of {folder / 'tokenizer.json'}"
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal but for `trim_offsets`, which moves offsets and no token."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = (a.keys() | b.keys()) - {"trim_offsets"}
+        return all(_same(a.get(key), b.get(key)) for key in keys)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
 
 
 def _config(path: Path) -> dict[str, Any]:

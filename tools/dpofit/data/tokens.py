@@ -40,7 +40,10 @@ class Measured:
 
 
 class ExactCounter:
-    """Token counts as LLaMA-Factory's `encode_oneturn` gives them for this tokenizer and template."""
+    """Token counts as LLaMA-Factory's `encode_oneturn` gives them for this tokenizer and template.
+
+    When transformers may build another pipeline than tokenizer.json's (`tokenizer.doubt`), they count as inexact.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, template: Template, thinking: Thinking, default_system: str | None
@@ -48,7 +51,8 @@ class ExactCounter:
         self.tokenizer, self.template = tokenizer, template
         self._thinking, self._default_system = thinking, default_system
         self._estimate = EstimateCounter(template, thinking, default_system)
-        self.basis = f"exact: {tokenizer.source}, template {template.name}"
+        kind = "not quite exact" if tokenizer.doubt else "exact"
+        self.basis = f"{kind}: {tokenizer.source}, template {template.name}"
 
     def measure(self, pairs: Sequence[Pair], cutoff_len: int | None) -> list[Measured]:
         """One Measured per pair; pairs with tools, function calls or media are estimated and say so."""
@@ -91,7 +95,7 @@ class ExactCounter:
         return Measured(
             lengths,
             kept,
-            exact=True,
+            exact=not self.tokenizer.doubt,
             chosen_loses_eos=self._loses_eos(chosen, kept.chosen),
             rejected_loses_eos=self._loses_eos(rejected, kept.rejected),
             made_identical=head == tail and chosen != rejected,
@@ -186,4 +190,4 @@ def counter_for(
     if isinstance(tokenizer, str):
         return estimate, tokenizer
     tokenizer.prepare(template)
-    return ExactCounter(tokenizer, template, thinking, default_system), ""
+    return ExactCounter(tokenizer, template, thinking, default_system), tokenizer.doubt
