@@ -24,8 +24,10 @@ def use_qwen_pipeline(folder: Path) -> None:
     from tokenizers import Regex, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
