@@ -114,7 +114,8 @@ def _cluster(flags: JobFlags, written: WrittenFor | None) -> tuple[Cluster, list
             f"{written.gpu} with {ram} a node."
         )
         return cluster, [Note("cluster-of-card", text)]
-    gpu, nodes = flags.gpu or DEFAULT_GPU, flags.nodes or DEFAULT_NODES
+    gpu = flags.gpu or DEFAULT_GPU
+    nodes = DEFAULT_NODES if flags.nodes is None else flags.nodes
     cluster = cluster_from(gpu, nodes, flags.gpus_per_node, flags.host_ram, flags.disk)
     notes = []
     if None in (flags.gpu, flags.nodes):
