@@ -1,0 +1,190 @@
+"""The scoreboard as Markdown: docs/accuracy.md."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dpofit.memory.predict import Residuals
+from dpofit.units import GIB
+from score_evaluate import NotScored, Scored, ScoredLength, ScoredVerdict
+from score_others import accelerate_bytes, deepspeed_gpu_bytes
+
+HALVES = ("calibration", "scoring")
+
+
+@dataclass(frozen=True, slots=True)
+class Scoreboard:
+    """Everything the document says."""
+
+    rows: Sequence[Scored]
+    lengths: Sequence[ScoredLength]
+    verdicts: Sequence[ScoredVerdict]
+    left: Sequence[NotScored]
+    left_verdicts: Sequence[NotScored]
+    residuals: Residuals
+
+    @property
+    def false_fits(self) -> list[ScoredVerdict]:
+        return [row for row in self.verdicts if row.false_fits]
+
+
+def document(board: Scoreboard) -> str:
+    """docs/accuracy.md whole."""
+    parts = [
+        "# How right the predictions are",
+        "Written by `python benchmarks/score.py --write`, checked by `--check`; do not edit. The cases and their"
+        " sources are in `benchmarks/cases/`; `benchmarks/README.md` says how they were chosen and split.",
+        "Error is predicted / measured - 1, always like for like: allocated against torch's max_memory_allocated,"
+        " reserved against max_memory_reserved, NVML against what nvidia-smi shows. Constants and intervals may be set"
+        " by the calibration half only.",
+        "## By group",
+        _groups(board.rows),
+        "## The interval",
+        _interval(board),
+        "## Verdicts of runs whose end is known",
+        _verdicts(board),
+        "## Longest rows",
+        _lengths(board.lengths),
+        "## Every measurement",
+        _measurements(board.rows),
+        "## What other estimators say",
+        _others(board.rows),
+        "## Not scored",
+        _not_scored(board),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Cells left-aligned when text, right-aligned when they start like a number."""
+    body = [[str(cell) for cell in row] for row in rows]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:+.1f} %"
+
+
+def _groups(rows: Sequence[Scored]) -> str:
+    grouped: dict[tuple[bool, str, str], list[Scored]] = defaultdict(list)
+    for row in rows:
+        grouped[not row.case.known_code, row.case.group, row.case.kind].append(row)
+    lines = []
+    for (unknown, group, kind), members in sorted(grouped.items()):
+        cells: list[object] = [group, kind, "other" if unknown else "known"]
+        for half in HALVES:
+            errors = [row.error for row in members if row.case.half == half]
+            cells += _summary(errors)
+        lines.append(cells)
+    for title, unknown in (("all with known code", False), ("all with other code", True)):
+        for kind in ("allocated", "reserved", "nvml"):
+            members = [row for row in rows if row.case.known_code != unknown and row.case.kind == kind]
+            if members:
+                cells = [f"**{title}**", kind, ""]
+                for half in HALVES:
+                    cells += _summary([row.error for row in members if row.case.half == half])
+                lines.append(cells)
+    head = ["group", "what", "code"]
+    for half in HALVES:
+        head += [f"{half}: n", "mean abs.", "worst"]
+    return _table(head, lines) + (
+        "\n\n`known`: the operators that ran are those modelled (transformers' own model code, PEFT, Liger, DeepSpeed)."
+        " `other`: Qwen 1's remote code, with a loss of its own."
+    )
+
+
+def _summary(errors: Sequence[float]) -> list[object]:
+    if not errors:
+        return ["-", "-", "-"]
+    mean = sum(abs(error) for error in errors) / len(errors)
+    return [len(errors), f"{100 * mean:.2f} %", _percent(max(errors, key=abs))]
+
+
+def _interval(board: Scoreboard) -> str:
+    residuals = board.residuals
+    lines = []
+    for half in HALVES:
+        rows = [row for row in board.rows if row.case.half == half and row.case.kind == "nvml" and row.case.known_code]
+        inside = sum(row.low <= row.case.value <= row.high for row in rows)
+        lines.append([half, len(rows), inside])
+    return (
+        "`low` is the allocated peak, `high` the reserved peak, each with the outermost residual (measured over"
+        f" predicted) of the calibration half, {residuals.points} rows with known code: allocated"
+        f" {_percent(residuals.allocated[0])} to {_percent(residuals.allocated[1])}, reserved"
+        f" {_percent(residuals.reserved[0])} to {_percent(residuals.reserved[1])}. How often NVML's reading lay"
+        " between:"
+        "\n\n" + _table(["half", "NVML rows, known code", "inside"], lines)
+    )
+
+
+def _verdicts(board: Scoreboard) -> str:
+    counts = Counter(row.outcome for row in board.verdicts)
+    summary = (
+        f"{len(board.verdicts)} decidable: {counts['right']} right, {counts['tight']} called `tight`,"
+        f" {counts['wrong']} wrong. Called `fits` though the run died: {len(board.false_fits)} (goal 0)."
+    )
+    lines = [
+        [
+            row.case.name, row.case.facts + (f" *({row.case.assumed})*" if row.case.assumed else ""), row.case.side,
+            row.case.happened, row.predicted if row.outcome == "right" else f"**{row.predicted}**",
+            f"{row.low_bytes / GIB:.1f} - {row.high_bytes / GIB:.1f}", f"{row.capacity_bytes / GIB:.1f}",
+        ]
+        for row in board.verdicts
+    ]  # fmt: skip
+    head = ["case", "run (assumed)", "side", "happened", "predicted", "predicted GiB", "there is GiB"]
+    return summary + "\n\n" + _table(head, lines)
+
+
+def _lengths(rows: Sequence[ScoredLength]) -> str:
+    lines = [
+        [row.case.name, f"{row.fits:,}", f"{row.case.value:,}", f"{row.not_oom:,}", "yes" if row.inside else "**no**"]
+        for row in rows
+    ]
+    return (
+        "Tokens of a row on one GPU. A longest row that ran should lie between the longest called `fits` and the"
+        " longest not called `oom`.\n\n" + _table(["case", "fits up to", "ran", "not oom up to", "inside"], lines)
+    )
+
+
+def _measurements(rows: Sequence[Scored]) -> str:
+    lines = [
+        [
+            row.case.name, row.case.kind, row.case.half, f"{row.case.value / GIB:.2f}", f"{row.predicted / GIB:.2f}",
+            _percent(row.error) if abs(row.error) <= 0.03 else f"**{_percent(row.error)}**",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return _table(["case", "what", "half", "measured GiB", "predicted GiB", "error"], lines)
+
+
+def _others(rows: Sequence[Scored]) -> str:
+    lines = []
+    for row in rows:
+        job = row.planned.job
+        if row.case.kind not in ("nvml", "reserved") or not job.full:
+            continue
+        deepspeed = deepspeed_gpu_bytes(job)
+        lines.append([
+            row.case.name, f"{row.case.value / GIB:.1f}", _percent(row.error),
+            "-" if deepspeed is None else _percent(deepspeed / row.case.value - 1),
+            _percent(accelerate_bytes(job) / row.case.value - 1) if job.world_size == 1 else "-",
+        ])  # fmt: skip
+    table = _table(["case", "measured GiB", "dpofit", "DeepSpeed estimator", "accelerate estimate-memory"], lines)
+    return (
+        "Full fine-tuning rows, as errors against the same measurement. DeepSpeed's estimator counts model states,"
+        " accelerate's counts weights, gradients and Adam on one GPU; neither knows rows or tokens. LLMem reports 1.6 %"
+        " (one GPU) and 3.0 % (several) of its own runs; fitcheck 5.4 % on one T4.\n\n" + table
+    )
+
+
+def _not_scored(board: Scoreboard) -> str:
+    measured = Counter((row.group, row.reason.split(":")[0]) for row in board.left)
+    lines: list[list[object]] = [[group, count, reason] for (group, reason), count in sorted(measured.items())]
+    verdicts = [[row.name, row.group, row.reason] for row in board.left_verdicts]
+    return (
+        "Measurements, by group:\n\n" + _table(["group", "rows", "why"], lines)
+        + "\n\nVerdicts, one by one:\n\n" + _table(["case", "kind", "why"], verdicts)
+    )  # fmt: skip
