@@ -1,4 +1,4 @@
-"""Imports the training stack once, with the settings that make DeepSpeed run on CPU ranks; preloaded by the fork server."""
+"""Imports the training stack once, set up for DeepSpeed on CPU ranks; preloaded by the fork server."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_shards_and_index_are_the_same(tmp_path: Path) -> None:
 def test_the_index_counts_real_bytes_and_parameters(tmp_path: Path) -> None:
     run_case(tmp_path, 2, vocab=259, max_shard_bytes=32 * 1024)
     metadata = json.loads((tmp_path / "guarded" / "model.safetensors.index.json").read_text())["metadata"]
-    # embedding and head 2·259·32; final norm 32; a layer: q 32·32+32, k and v 2·(32·16+16), o 32·32, MLP 3·32·64, norms 2·32
+    # embedding, head 2·259·32; final norm 32; a layer: q 32·32+32, k, v 2·(32·16+16), o 32·32, MLP 3·32·64, norms 2·32
     parameters = 2 * 259 * 32 + 32 + 2 * (32 * 32 + 32 + 2 * (32 * 16 + 16) + 32 * 32 + 3 * 32 * 64 + 2 * 32)
     assert metadata == {"total_parameters": parameters, "total_size": 2 * parameters}
 

@@ -13,7 +13,7 @@ import torch
 from dpofit.train.guard.config import GuardConfig
 from dpofit.train.guard.manifest import Extent
 from dpofit.train.guard.plan import Plan, PlannedTensor
-from dpofit.train.guard.sources import Staging, as_bytes, held, is_partitioned, overlap, span
+from dpofit.train.guard.sources import Staging, as_bytes, held, host_view, is_partitioned, overlap, span
 from dpofit.train.guard.writer import BoundedFile
 
 Entries = Mapping[str, torch.Tensor]
@@ -37,17 +37,17 @@ class WeightsJob:
 def write_direct(job: WeightsJob) -> Extents:
     """Each rank writes its own slices into the final files, which rank 0 has already sized. No communication.
 
-    Anonymous memory: one chunk for hashing through Python, plus one pinned chunk when weights are on a GPU.
+    Anonymous memory: one pinned chunk when weights are on a GPU, nothing when they are on the host.
     """
-    staging = Staging(job.config.chunk_bytes)
     with _open_files(job) as files:
+        sink = _Sink(files, Staging(job.config.chunk_bytes), job.progress)
         for planned in job.plan.tensors:
             mine = held(job.entries[planned.source], job.rank, job.world_size)
             meeting = overlap(planned, mine.start, mine.data.numel())
-            if meeting is None:
-                continue
-            offset, skip, length = meeting
-            _write(files(planned.file), offset, mine.data[skip : skip + length], staging, job.progress)
+            if meeting is not None:
+                offset, skip, length = meeting
+                sink.write(planned.file, offset, mine.data[skip : skip + length])
+                sink.raise_failure()
         return files.extents()
 
 
@@ -58,44 +58,30 @@ def write_routed(job: WeightsJob, group: Any) -> Extents:
     rank 0 is raised only after all chunks have been received, so that senders never hang.
     """
     staging = Staging(job.config.chunk_bytes)
-    inbox = torch.empty(job.config.chunk_bytes, dtype=torch.uint8) if job.rank == 0 else None
-    failure: BaseException | None = None
+    inbox = torch.empty(job.config.chunk_bytes if job.rank == 0 else 0, dtype=torch.uint8)
     with _open_files(job) as files:
+        sink = _Sink(files, staging, job.progress)
         for planned in job.plan.tensors:
             tensor = job.entries[planned.source]
             if not is_partitioned(tensor):
-                if job.rank == 0 and failure is None:
-                    data = as_bytes(tensor.detach().contiguous())[planned.source_offset :][: planned.nbytes]
-                    failure = _attempt(
-                        lambda p=planned, d=data: _write(files(p.file), p.offset, d, staging, job.progress)
-                    )
+                if job.rank == 0:
+                    sink.write(planned.file, planned.offset, _part(as_bytes(tensor.detach().contiguous()), planned))
                 continue
             for sender in range(job.world_size):
-                start, nbytes = span(tensor, sender, job.world_size)
-                meeting = overlap(planned, start, nbytes)
-                if meeting is None or job.rank not in (0, sender):
+                meeting = overlap(planned, *span(tensor, sender, job.world_size))
+                if meeting is None:
                     continue
                 offset, skip, length = meeting
-                if sender == job.rank:
+                if job.rank == 0 and sender != 0:
+                    sink.write_chunks(planned.file, offset, _receive(inbox, length, sender, group))
+                elif job.rank == sender:
                     data = held(tensor, sender, job.world_size).data[skip : skip + length]
-                    if sender != 0:
+                    if sender == 0:
+                        sink.write(planned.file, offset, data)
+                    else:
                         for chunk in staging.chunks(data):
                             torch.distributed.send(torch.frombuffer(chunk, dtype=torch.uint8), dst=0, group=group)
-                    elif failure is None:
-                        failure = _attempt(
-                            lambda p=planned, o=offset, d=data: _write(files(p.file), o, d, staging, job.progress)
-                        )
-                    continue
-                assert inbox is not None
-                file = files(planned.file) if failure is None else None
-                received = _receive(inbox, length, sender, group)
-                if file is None:
-                    for _ in received:
-                        pass
-                else:
-                    failure = _write_received(file, offset, received, job.progress)
-        if failure is not None:
-            raise failure
+        sink.raise_failure()
         return files.extents()
 
 
@@ -104,30 +90,27 @@ def write_gather(job: WeightsJob) -> Extents:
 
     For partitions that lie where the other backends don't look (NVMe, MiCS, quantized).
     """
-    import deepspeed
+    from deepspeed.runtime.zero import GatheredParameters
 
-    staging = Staging(job.config.chunk_bytes)
-    failure: BaseException | None = None
     by_source: dict[str, list[PlannedTensor]] = {}
     for planned in job.plan.tensors:
         by_source.setdefault(planned.source, []).append(planned)
     with _open_files(job) as files:
+        sink = _Sink(files, Staging(job.config.chunk_bytes), job.progress)
         for source, wanted in by_source.items():
             tensor = job.entries[source]
-            gathered = deepspeed.zero.GatheredParameters([tensor]) if is_partitioned(tensor) else nullcontext()
-            with gathered:
-                if job.rank != 0 or failure is not None:
-                    continue
-                data = as_bytes(tensor.detach().contiguous())
-                for planned in wanted:
-                    part = data[planned.source_offset :][: planned.nbytes]
-                    failure = failure or _attempt(
-                        lambda p=planned, d=part: _write(files(p.file), p.offset, d, staging, job.progress)
-                    )
-                del data
-        if failure is not None:
-            raise failure
+            with GatheredParameters([tensor]) if is_partitioned(tensor) else nullcontext():
+                if job.rank == 0:
+                    data = as_bytes(tensor.detach().contiguous())
+                    for planned in wanted:
+                        sink.write(planned.file, planned.offset, _part(data, planned))
+                    del data
+        sink.raise_failure()
         return files.extents()
+
+
+def _part(data: torch.Tensor, planned: PlannedTensor) -> torch.Tensor:
+    return data[planned.source_offset : planned.source_offset + planned.nbytes]
 
 
 class _Files:
@@ -174,12 +157,36 @@ def _open_files(job: WeightsJob) -> Iterator[_Files]:
         files.abandon()
 
 
-def _write(file: BoundedFile, offset: int, data: torch.Tensor, staging: Staging, progress: Progress) -> None:
-    extent = file.extent(offset)
-    for chunk in staging.chunks(data):
-        extent.write(chunk)
-        progress(chunk.nbytes)
-    extent.finish()
+class _Sink:
+    """Writes until the first failure and remembers it: ranks that share collectives must all go through them."""
+
+    def __init__(self, files: _Files, staging: Staging, progress: Progress) -> None:
+        self._files, self._staging, self._progress = files, staging, progress
+        self._failure: OSError | None = None
+
+    def write(self, file: int, offset: int, data: torch.Tensor) -> None:
+        """Write a flat uint8 tensor at `offset` of the plan's `file`."""
+        self.write_chunks(file, offset, self._staging.chunks(data))
+
+    def write_chunks(self, file: int, offset: int, chunks: Iterator[memoryview]) -> None:
+        """The same from chunks, all of which are taken, even after a failure."""
+        extent = None
+        for chunk in chunks:
+            if self._failure is not None:
+                continue
+            try:
+                extent = extent or self._files(file).extent(offset)
+                extent.write(chunk)
+                self._progress(chunk.nbytes)
+            except OSError as error:
+                self._failure = error
+        if extent is not None and self._failure is None:
+            extent.finish()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong, if anything did."""
+        if self._failure is not None:
+            raise self._failure
 
 
 def _receive(inbox: torch.Tensor, length: int, sender: int, group: Any) -> Iterator[memoryview]:
@@ -188,27 +195,4 @@ def _receive(inbox: torch.Tensor, length: int, sender: int, group: Any) -> Itera
         part = inbox[: min(inbox.numel(), length - position)]
         torch.distributed.recv(part, src=sender, group=group)
         position += part.numel()
-        yield memoryview(part.numpy())
-
-
-def _write_received(file: BoundedFile, offset: int, chunks: Iterator[memoryview], progress: Progress) -> OSError | None:
-    extent = file.extent(offset)
-    failure: OSError | None = None
-    for chunk in chunks:
-        if failure is None:
-            try:
-                extent.write(chunk)
-                progress(chunk.nbytes)
-            except OSError as error:
-                failure = error
-    if failure is None:
-        extent.finish()
-    return failure
-
-
-def _attempt(action: Callable[[], None]) -> OSError | None:
-    try:
-        action()
-    except OSError as error:
-        return error
-    return None
+        yield host_view(part)

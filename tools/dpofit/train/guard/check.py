@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dpofit.findings import Evidence, Finding
+from dpofit.findings import Evidence, Finding, Severity
 from dpofit.train.guard.durable import read_once
 from dpofit.train.guard.folders import FINAL_NEW, FINAL_PREVIOUS
 from dpofit.train.guard.manifest import MANIFEST_NAME, Manifest, hash_range, read_manifest
@@ -252,7 +251,7 @@ def _holes(folder: Path, weights: _Weights, progress: Progress) -> Iterator[Find
                 if found >= 0:
                     yield Finding(
                         "save.zero-hole", "error", "a weight matrix has a hole of zeros",
-                        (Evidence(str(folder / file), f"{name}: {_HOLE_BYTES:,} zero bytes from byte {start + found:,}"),),
+                        (Evidence(str(folder / file), f"{name}: zeros from byte {start + found:,} on"),),
                         cause="a rank's part was never written: node-local disks, or a save cut short",
                         fix=_REPAIR,
                     )  # fmt: skip
@@ -260,6 +259,6 @@ def _holes(folder: Path, weights: _Weights, progress: Progress) -> Iterator[Find
 
 
 def _finding(
-    id: str, severity: Any, title: str, where: Path, text: str, cause: str = "", fix: str = _REPAIR
+    id: str, severity: Severity, title: str, where: Path, text: str, cause: str = "", fix: str = _REPAIR
 ) -> Finding:
     return Finding(id, severity, title, (Evidence(str(where), text),), cause, fix if severity == "error" else "")

@@ -1,4 +1,4 @@
-"""How a save becomes visible: staged beside its place, then renamed; what a killed save leaves is finished or removed."""
+"""How a save becomes visible: staged beside its place, then renamed. What a killed save left is settled here too."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from dpofit.train.guard.manifest import MANIFEST_NAME, Extent, read_manifest
 from dpofit.train.guard.plan import dtype_name, dtype_ranks
 from dpofit.train.guard.safetensors_layout import lay_out
 from dpofit.train.guard.seal import leave_part, seal
+from dpofit.train.guard.sources import host_view
 from dpofit.train.guard.writer import BoundedFile
 
 _SHARD_BYTES = 5 * 10**9
@@ -117,7 +118,7 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
 
 
 def _tensors(folder: Path, dtype: torch.dtype | None, tied: bool) -> Iterator[tuple[str, _Tensor]]:
-    """Every tensor of the model by name. Follows deepspeed 0.18.4 utils/zero_to_fp32.py, without its whole-model copy."""
+    """Every tensor of the model by name, as deepspeed 0.18.4 utils/zero_to_fp32.py finds them, without a copy."""
     optimizers = [_load(path)["optimizer_state_dict"] for path in _by_rank(folder, "*zero_pp_rank_*_optim_states.pt")]
     stage = int(optimizers[0]["zero_stage"])
     count = optimizers[0]["partition_count"]
@@ -245,7 +246,7 @@ def _converted(tensor: _Tensor, chunk_bytes: int) -> Iterator[memoryview]:
     for run in tensor.runs:
         for start in range(0, run.numel(), chunk_bytes // 4):
             part = run[start : start + chunk_bytes // 4].to(tensor.dtype).contiguous()
-            yield memoryview(part.view(torch.uint8).numpy())
+            yield host_view(part.view(torch.uint8))
 
 
 def _finish_elsewhere(folder: Path, out: Path, progress: Progress) -> int:

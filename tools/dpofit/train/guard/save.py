@@ -250,7 +250,7 @@ def _check_room(needs: list[_Needs], config: GuardConfig, weights: int, held_by_
 
 
 def _gathered(job: WeightsJob, engine: Any) -> Extents:
-    optimizer = getattr(engine, "optimizer", None)
+    optimizer: Any = getattr(engine, "optimizer", None)
     if hasattr(optimizer, "checkpoint_event_prologue"):  # all parameters partitioned, as the stock save begins
         optimizer.checkpoint_event_prologue()
     try:

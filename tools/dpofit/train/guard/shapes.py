@@ -1,4 +1,4 @@
-"""What config.json says about a decoder's tensors, checked by rules that hold for every architecture with these keys."""
+"""What config.json says about a decoder's tensors, by rules that hold for every architecture with these keys."""
 
 from __future__ import annotations
 

@@ -28,6 +28,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def host_view(flat: torch.Tensor) -> memoryview:
+    """The memory of a flat uint8 tensor on the host, not copied."""
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
 def zero3_entries(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, torch.Tensor]:
     """Name → parameter or persistent buffer, in the order and with the rules of DeepSpeed's consolidation.
 
@@ -125,4 +131,4 @@ class Staging:
                 if self._pinned is None:
                     self._pinned = torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True)
                 part = self._pinned[: part.numel()].copy_(part)  # blocking: the bytes are there when it returns
-            yield memoryview(part.numpy())
+            yield host_view(part)

@@ -1,4 +1,4 @@
-"""The stock save code, asked in two ways: what it would write (a plan), and to write safely when it must write itself."""
+"""The stock save code, used in two ways: asked what it would write, or made to write without leaking the model."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _consolidation_replaced(trainer: Any, tensors: dict[str, torch.Tensor], stag
             yield
         return
     # accelerate 1.11.0 accelerator.py:3930 imports this name when called.
-    utils = importlib.import_module("deepspeed.checkpoint.utils")
+    utils: Any = importlib.import_module("deepspeed.checkpoint.utils")
     stock_clone = utils.clone_tensors_for_torch_save
 
     def cloned(state: Any, *args: Any, **kwargs: Any) -> Any:

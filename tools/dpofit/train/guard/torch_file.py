@@ -50,7 +50,7 @@ def save_bounded(state: Any, root: Path, relative: str, config: GuardConfig) -> 
     storages = storages_of(state)
     with torch.serialization.skip_data():
         torch.save(state, path)
-    reader = torch._C.PyTorchFileReader(os.fspath(path))
+    reader: Any = torch._C.PyTorchFileReader(os.fspath(path))
     records = {name for name in reader.get_all_records() if name.startswith("data/")}
     if len(records) != len(storages):
         raise RuntimeError(f"{relative}: torch numbered {len(records)} storages, we found {len(storages)}")
