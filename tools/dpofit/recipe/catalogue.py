@@ -135,6 +135,36 @@ def card_environment(path: Path) -> dict[str, str]:
     return {name: variable["value"] for name, variable in variables.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenFor:
+    """The cluster and lengths a catalogue recipe is written for, as its card says; unvalidated (tests validate it)."""
+
+    gpu: str
+    nodes: int
+    gpus_per_node: int
+    host_ram: str
+    prompt_tokens: int
+    response_tokens: int
+    documented_prompt_tokens: int | None
+    documented_source: str | None
+
+
+def written_for(path: Path) -> WrittenFor | None:
+    """What `predict` takes when no cluster is given; read without pydantic, for its start-up time."""
+    file = catalogue_file(path)
+    if file is None:
+        return None
+    card = read_yaml(path.parent / "card.yaml")["recipes"][file.name]
+    documented = card.get("documented") or {}
+    return WrittenFor(
+        **card["hardware"],
+        prompt_tokens=card["prompt_tokens"],
+        response_tokens=card["response_tokens"],
+        documented_prompt_tokens=documented.get("prompt_tokens"),
+        documented_source=documented.get("source"),
+    )
+
+
 def card_of(path: Path) -> RecipeCard | None:
     """What the family's card says about a catalogue recipe; None for a file that is not in the catalogue."""
     from dpofit.recipe.cards import read_family_card

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from dpofit.report.console import STYLE, console
 from dpofit.report.limits import limit_json
-from dpofit.report.rows import ComparisonRow
+from dpofit.report.rows import ComparisonRow, short_names
 from dpofit.units import GIB
 
 
@@ -48,11 +48,11 @@ def print_comparison(rows: Sequence[ComparisonRow], pairs: int) -> None:
     table.add_column("recipe", overflow="fold")
     for heading in ("verdict", "GPU GiB", "of", "host GiB", "ckpt GiB", "prompt fits", "time", "GPU-h"):
         table.add_column(heading, justify="left" if heading == "verdict" else "right")
-    for row in rows:
+    for name, row in zip(short_names([row.planned for row in rows]), rows, strict=True):
         cells = _row(row, rows[0], pairs)
         limit = cells["limit"]["longest_prompt_tokens"]
         table.add_row(
-            cells["recipe"],
+            name,
             f"[{STYLE[cells['verdict']]}]{cells['verdict']}[/]",
             f"{cells['gpu']['peak_bytes'] / GIB:,.1f}",
             f"{cells['gpu']['capacity_bytes'] / GIB:,.1f}",

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from dpofit.report.console import console
-from dpofit.report.rows import LimitRow
+from dpofit.report.rows import LimitRow, short_names
 
 
 def limits_document(rows: Sequence[LimitRow]) -> dict[str, Any]:
@@ -44,9 +44,9 @@ def print_limits(rows: Sequence[LimitRow]) -> None:
             table.add_column(heading, justify="right")
         table.add_column("binds")
         table.add_column("documented", justify="right")
-        for row in rows:
+        for name, row in zip(short_names([row.planned for row in rows]), rows, strict=True):
             if _cluster(row) == cluster:
-                table.add_row(*_cells(row))
+                table.add_row(name, *_cells(row))
         out.print(table)
         out.print()
     out.print("fits to: the whole interval is within capacity. oom past: even its lowest figure is not.")
@@ -66,7 +66,7 @@ def _cells(row: LimitRow) -> list[str]:
         return "nothing" if value is None else f"{value:,}"
 
     return [
-        cells["recipe"], tokens(cells["longest_prompt_tokens"]), tokens(cells["longest_not_oom_prompt_tokens"]),
+        tokens(cells["longest_prompt_tokens"]), tokens(cells["longest_not_oom_prompt_tokens"]),
         "" if cells["cutoff_len"] is None else f"{cells['cutoff_len']:,}", cells["binding"],
         f"{documented['prompt_tokens']:,}" if documented else "",
     ]  # fmt: skip

@@ -31,6 +31,13 @@ class ComparisonRow:
     time: StepTime
 
 
+def short_names(planned: Sequence[PlannedJob]) -> list[str]:
+    """Recipe names without the family when all belong to one, so that tables stay narrow."""
+    names = [plan.job.recipe.name for plan in planned]
+    families = {name.rpartition("/")[0] for name in names}
+    return [name.rpartition("/")[2] for name in names] if len(families) == 1 else names
+
+
 def limit_rows(planned: Sequence[PlannedJob]) -> list[LimitRow]:
     """Search each recipe's longest prompt, answers as in its job."""
     rows = []
