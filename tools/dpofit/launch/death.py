@@ -9,20 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpofit.train.failures import Failed
+
 PHASE_PREFIX = "phase."
-FAILURES_FILE = "failures.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What torchrun knows about one rank that failed; `exitcode` below zero is a signal."""
-
-    rank: int
-    local_rank: int
-    pid: int
-    exitcode: int
-    timestamp: int
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +81,7 @@ _EXCEPTIONS = (
 def explain(
     code: int,
     received: Sequence[int],
-    failures: Sequence[Failure],
+    failures: Sequence[Failed],
     phases: Sequence[Phase],
     oom_killed: int | None,
 ) -> Outcome:
@@ -166,15 +155,6 @@ def _short(message: str) -> str:
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     told = lines[0] if lines else ""
     return told if len(told) <= 300 else told[:297] + "…"
-
-
-def read_failures(state: Path) -> tuple[Failure, ...]:
-    """What torchrun left about failed ranks."""
-    try:
-        return tuple(Failure(**{**entry, "timestamp": int(entry["timestamp"])})
-                     for entry in json.loads((state / FAILURES_FILE).read_text()))  # fmt: skip
-    except (OSError, ValueError, TypeError):
-        return ()
 
 
 def read_phases(state: Path) -> tuple[Phase, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from dpofit.launch.inventory import read_inventory, visible_cards
 from dpofit.launch.network import free_port
 from dpofit.launch.output_dir import output_dir_problems, record
 from dpofit.launch.plan import Plan, accelerate_command, run_folder, single_command, state_folder, torchrun_command
+from dpofit.launch.starts import Start
 from dpofit.launch.state import running
 from dpofit.launch.topology import Topology, read_topology
 from dpofit.recipe.catalogue import card_of
@@ -109,7 +109,7 @@ def prepare(
     if not dry_run and (other := running(state)) is not None:
         right = f"`dpofit stop {state.parent.parent}` ends it; a second run needs a folder of its own."
         raise BadInput(Problem(str(state), None, f"a run is going on here (pid {other.pid})", right))
-    findings = () if dry_run else _findings(found, topology, predicted)
+    findings = () if dry_run else _findings(found, topology, predicted, gpus=not cpu_ranks)
     accelerate = accelerate_command(topology, source, overrides) if torchrun and not topology.elastic else None
     return Prepared(found, topology, plan, predicted, findings, accelerate)
 
@@ -142,10 +142,11 @@ def _cannot_start(found: ReadRecipe, gpus: int, cpu_ranks: int) -> list[Problem]
     return problems
 
 
-def _findings(found: ReadRecipe, topology: Topology, predicted: Forecast) -> tuple[Finding, ...]:
+def _findings(found: ReadRecipe, topology: Topology, predicted: Forecast, gpus: bool) -> tuple[Finding, ...]:
     from dpofit.launch.preflight import local_findings
 
-    return local_findings(found, topology, checkpoint_bytes=predicted.checkpoint_bytes)
+    start = Start("dpofit", os.environ, processes=topology.processes)
+    return local_findings(found, topology, start=start, checkpoint_bytes=predicted.checkpoint_bytes, gpus=gpus)
 
 
 def _guard_variables(guard_memory: str | None, problems: list[Problem]) -> tuple[Variable, ...]:
@@ -174,10 +175,3 @@ def _cpu_ranks(environment: Mapping[str, str]) -> int:
 
 def _on(text: str | None) -> bool:
     return (text or "0").lower() in ("true", "y", "1")
-
-
-def free_disk_bytes(path: Path) -> int:
-    """Free space where `path` is, or would be made."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return shutil.disk_usage(path).free

@@ -13,10 +13,11 @@ from types import FrameType
 
 import psutil
 
-from dpofit.launch.death import Outcome, explain, read_failures, read_phases
+from dpofit.launch.death import Outcome, explain, read_phases
 from dpofit.launch.plan import Plan, job_environment
 from dpofit.launch.state import begin, clear_run_files, end
 from dpofit.train.cgroup import oom_kills
+from dpofit.train.failures import read_failures
 
 GRACE_S = 35.0  # torchrun gives its ranks 30 s between SIGTERM and SIGKILL
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -13,9 +13,9 @@ import psutil
 
 from dpofit.launch.death import PHASE_PREFIX, Outcome
 from dpofit.launch.plan import Plan, write_plan
+from dpofit.train.failures import FAILURES_FILE
 
 PID_FILE, OUTCOME_FILE, STOP_FILE, LOG_FILE = "pid", "outcome.json", "stop", "log"
-FAILURES_FILE = "failures.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dpofit.errors import BadInput
 from dpofit.recipe.load import read_recipe
+from dpofit.train.failures import Failed, note_failures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,7 +33,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":
             for problem in bad.problems:
                 print(f"error: {problem}", file=sys.stderr)
+        _note_failure(2, f"BadInput: {bad}")
         raise SystemExit(2) from None
+    except Exception as error:
+        _note_failure(1, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _note_failure(code: int, message: str) -> None:
+    """Without torchrun nobody else would tell the launcher what this process died of."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ and (state := os.environ.get("DPOFIT_STATE")):
+        note_failures(Path(state), [Failed(0, 0, os.getpid(), code, int(time.time()), message)])
 
 
 def recipe_arguments(reference: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -64,9 +76,11 @@ def _train(arguments: Sequence[str]) -> None:
 
     from dpofit.train import guard
     from dpofit.train.phases import Phases, phase_hooks
+    from dpofit.train.ranks import check_ranks
 
     phases = Phases.from_environment()
     phases.enter("start")
+    check_ranks()
     if os.environ.get("DPOFIT_CPU") == "1":
         from dpofit.train.cpu import prepare as prepare_cpu
 

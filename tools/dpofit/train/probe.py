@@ -1,4 +1,4 @@
-"""Gathers what every participant of a job says about itself, over gloo or the job's own store, before NCCL is touched."""
+"""Gathers what every participant of a job says of itself, over gloo or the job's store, before NCCL is touched."""
 
 from __future__ import annotations
 

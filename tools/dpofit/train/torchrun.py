@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-FAILURES_FILE = "failures.json"
+from dpofit.train.failures import Failed, note_failures
 
 
 def main() -> None:
@@ -34,18 +33,11 @@ def _write(error: Any) -> None:
     state = os.environ.get("DPOFIT_STATE")
     if state is None:
         return
-    ranks = [
-        {
-            "rank": rank,
-            "local_rank": failure.local_rank,
-            "pid": failure.pid,
-            "exitcode": failure.exitcode,
-            "timestamp": failure.timestamp,
-            "message": _text(failure.message),
-        }
-        for rank, failure in error.failures.items()
+    failed = [
+        Failed(rank, f.local_rank, f.pid, f.exitcode, int(f.timestamp), _text(f.message))
+        for rank, f in error.failures.items()
     ]
-    (Path(state) / FAILURES_FILE).write_text(json.dumps(ranks))
+    note_failures(Path(state), failed)
 
 
 def _text(message: Any) -> str:

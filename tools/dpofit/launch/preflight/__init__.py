@@ -25,12 +25,14 @@ def local_findings(
     start: Start | None = None,
     machine: Machine | None = None,
     checkpoint_bytes: int | None = None,
+    gpus: bool = True,
 ) -> tuple[Finding, ...]:
-    """Everything this machine alone can tell, errors first. `checkpoint_bytes`: one checkpoint, as predicted."""
+    """Everything this machine alone can tell, errors first. `checkpoint_bytes`: one checkpoint, as predicted.
+    `gpus` False: a job on the CPU."""
     machine = machine or read_machine()
     start = start or start_of_environment(os.environ)
     findings = [
-        *device_findings(machine, start, found),
+        *(device_findings(machine, start, found) if gpus else ()),
         *network_findings(machine, start, topology),
         *host_findings(machine, start, found),
     ]
