@@ -118,7 +118,7 @@ def _layer_peak(recorder: Recorder, layer: int) -> None:
 def _print(s: Storage) -> None:
     died = "" if s.died is None else f"{s.died:>6} {s.died_phase[:9]:9} {s.used_by[:26]:26}"
     print(
-        f"  {s.size_bytes:>14,} {s.dtype:9} {str(list(s.shape)):24} {s.op[:34]:34} {s.born:>6} {s.phase[:9]:9} -> "
+        f"  {s.size_bytes:>14,} {s.dtype:9} {list(s.shape)!s:24} {s.op[:34]:34} {s.born:>6} {s.phase[:9]:9} -> "
         f"{died:43} {s.space if s.space != 'gpu' else ''} {s.module}"
     )
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import textwrap
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -117,8 +117,9 @@ def arguments(request: TraceRequest) -> tuple[Any, Any]:
     return model_args, finetuning_args
 
 
-def build_model(request: TraceRequest, fake: FakeTensorMode, trainable: bool = True) -> torch.nn.Module:
-    """The policy (or, not trainable, the reference) with LLaMA-Factory's patches; parameters live in `fake`."""
+def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: bool = True) -> torch.nn.Module:
+    """The policy (or, not trainable, the reference) with LLaMA-Factory's patches; parameters live in `fake`, or are
+    real and random."""
     from llamafactory.model.adapter import init_adapter
     from llamafactory.model.model_utils.attention import configure_attn_implementation
     from llamafactory.model.model_utils.liger_kernel import apply_liger_kernel
@@ -152,19 +153,19 @@ def build_model(request: TraceRequest, fake: FakeTensorMode, trainable: bool = T
     return model
 
 
-def _materialize(model: torch.nn.Module, fake: FakeTensorMode) -> None:
-    """Replace every meta parameter and buffer by a fake CPU one, keeping ties."""
+def _materialize(model: torch.nn.Module, fake: FakeTensorMode | None) -> None:
+    """Replace every meta parameter and buffer by one on the stand-in GPU, keeping ties."""
     made: dict[int, torch.Tensor] = {}
-    with fake:
+    with fake or nullcontext():
         for module in model.modules():
             for name, param in list(module._parameters.items()):
                 if param is None:
                     continue
                 if id(param) not in made:
-                    data = torch.empty(param.shape, dtype=param.dtype, device=GPU)
+                    data = torch.full(param.shape, 0.01, dtype=param.dtype, device=GPU)
                     made[id(param)] = torch.nn.Parameter(data, requires_grad=param.requires_grad)
                 module._parameters[name] = made[id(param)]  # type: ignore[assignment]
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=GPU)
+                    module._buffers[name] = torch.full(buffer.shape, 0.01, dtype=buffer.dtype, device=GPU)
     # `made` keys are ids of the meta parameters, alive in `model` until replaced one by one above.

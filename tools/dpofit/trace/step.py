@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -29,32 +30,57 @@ class TracedStep:
     substitutions: tuple[str, ...]
 
 
-def trace_step(request: TraceRequest, observe: Callable[[Any], None] = lambda engine: None) -> TracedStep:
+def trace_step(
+    request: TraceRequest,
+    observe: Callable[[Any], None] = lambda trainer: None,
+    stepped: Callable[[], None] = lambda: None,
+) -> TracedStep:
     """Trace `request.steps` steps: forward, reference, loss, backward of every micro-batch, and the optimizer's step.
 
-    `observe` is called with the prepared model (a DeepSpeed engine, if any) before the first step.
+    `observe` is called with the prepared trainer before the first step, `stepped` after each.
     """
     recorder = Recorder()
     group = zero.process_group(request.world_size, recorder) if request.deepspeed else nullcontext()
-    with cuda_semantics(request) as substitutions, group, _cuda_is_the_stand_in():
+    semantics = cuda_semantics(request) if request.cuda else nullcontext([])
+    with semantics as substitutions, group, _cuda_is_the_stand_in(), _no_collector():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         mode = StorageMode(
-            recorder, kernels.WORKSPACE, lambda tensor: _scalar(tensor, request), kernels.accumulate_in_place
+            recorder,
+            kernels.WORKSPACE if request.cuda else {},
+            lambda tensor: _scalar(tensor, request),
+            kernels.accumulate_in_place,
         )
-        model = build_model(request, fake)
-        reference = _reference(request, fake)
+        model, reference = build_models(request, fake)
         _record_weights(recorder, model, "weights")
         if reference is not None:
             _record_weights(recorder, reference, "reference_weights")
         with fake, mode, recorder.in_phase("init"):
-            trainer, optimizer = _trainer(request, model, reference)
+            trainer, optimizer = make_trainer(request, model, reference)
         recorder.module_path = _follow_modules(model)
-        observe(trainer.model)
+        observe(trainer)
         with fake, mode, _phases(trainer, recorder):
             for step in range(1, request.steps + 1):
                 recorder.step = step
-                _step(request, trainer, optimizer, recorder)
+                run_step(request, trainer, optimizer, recorder)
+                stepped()
     return TracedStep(request, recorder, tuple(substitutions))
+
+
+def build_models(request: TraceRequest, fake: FakeTensorMode | None) -> tuple[Any, Any]:
+    """(policy, reference or None), on fake tensors or, with None, on real ones."""
+    return build_model(request, fake), _reference(request, fake)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """What dies in a reference cycle dies when the collector happens to run; here it stays, the same every time."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    with mock.patch.object(gc, "collect", lambda *_: 0):  # deepspeed collects at each line it logs
+        yield
+    if enabled:
+        gc.enable()
 
 
 def _scalar(tensor: torch.Tensor, request: TraceRequest) -> Any:
@@ -68,7 +94,7 @@ def _uses_reference(request: TraceRequest) -> bool:
     return request.stage == "dpo" and request.pref_loss not in ("orpo", "simpo")
 
 
-def _reference(request: TraceRequest, fake: FakeTensorMode) -> torch.nn.Module | None:
+def _reference(request: TraceRequest, fake: FakeTensorMode | None) -> torch.nn.Module | None:
     """LLaMA-Factory's create_ref_model: a second whole model unless LoRA (the adapter is switched off)."""
     if not _uses_reference(request) or request.finetuning == "lora":
         return None
@@ -136,10 +162,12 @@ def _optimizer(request: TraceRequest, model: torch.nn.Module) -> torch.optim.Opt
         {"params": [param for name, param in trainable if name in decay], "weight_decay": 0.0},
         {"params": [param for name, param in trainable if name not in decay], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=1e-6, fused=request.optimizer == "fused", foreach=request.optimizer == "foreach")
+    return torch.optim.AdamW(
+        groups, lr=1e-6, fused=request.optimizer == "fused", foreach=request.optimizer == "foreach"
+    )
 
 
-def _trainer(request: TraceRequest, model: torch.nn.Module, reference: torch.nn.Module | None) -> tuple[Any, Any]:
+def make_trainer(request: TraceRequest, model: torch.nn.Module, reference: torch.nn.Module | None) -> tuple[Any, Any]:
     """The trainer with what its loss path reads (its `__init__` wants datasets and an output folder), and the optimizer."""
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
     from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
@@ -194,7 +222,8 @@ def _batch(request: TraceRequest) -> dict[str, torch.Tensor]:
     }
 
 
-def _step(request: TraceRequest, trainer: Any, optimizer: Any, recorder: Recorder) -> None:
+def run_step(request: TraceRequest, trainer: Any, optimizer: Any, recorder: Recorder) -> None:
+    """One step of `request.micro_batches` micro-batches, as Trainer.training_step and its loop run it."""
     model, accelerator = trainer.model, trainer.accelerator
     for index in range(request.micro_batches):
         last = index == request.micro_batches - 1

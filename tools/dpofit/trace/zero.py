@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,21 +48,35 @@ def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
             recorder.repin(copy)
             return copy
 
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # deepspeed's own deprecations, once an operation
         before = real_accelerator.get_accelerator()
         real_accelerator.set_accelerator(deepspeed_accelerator(pin))
         stack.callback(real_accelerator.set_accelerator, before)
-        import deepspeed
         import deepspeed.ops.adam.cpu_adam
+        import deepspeed.utils.groups
         from deepspeed.runtime.zero import partitioned_param_coordinator
+
+        import deepspeed
 
         # Compares this rank with the others; alone, rank 0 agrees with itself.
         patch = mock.patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda *_: None)
         stack.enter_context(patch)
         stack.enter_context(mock.patch.object(deepspeed.ops.adam.cpu_adam, "CPUAdamBuilder", _CpuAdam))
         stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}))
+        stack.enter_context(_forgetting(deepspeed.utils.groups))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         stack.callback(_leave)
         yield
+
+
+@contextmanager
+def _forgetting(module: Any) -> Iterator[None]:
+    """deepspeed.utils.groups keeps the groups it made in module variables, which outlive the group they were made in."""
+    before = {name: value for name, value in vars(module).items() if not callable(value)}
+    yield
+    vars(module).update({name: before[name] for name in before if not name.startswith("__")})
 
 
 def _leave() -> None:
