@@ -1,6 +1,6 @@
 """What LLaMA-Factory's converters make of one row: a preference pair, a row it drops, or a row it dies on.
 
-Follows llamafactory 0.9.5 data/converter.py 85-320 and data/processor/pairwise.py 73-80 line by line, on rows
+Follows llamafactory 0.9.5 data/converter.py 85-372 and data/processor/pairwise.py 75-79 line by line, on rows
 in which a key that other rows have counts as null (Arrow fills it in). tests/data compares it with the real
 converters on generated rows.
 """
@@ -16,7 +16,7 @@ from dpofit.data.rows import Row
 from dpofit.data.spec import Spec
 
 USER, ASSISTANT, SYSTEM, FUNCTION, OBSERVATION = "user", "assistant", "system", "function", "observation"
-# llamafactory 0.9.5 data/converter.py 357-371: what the openai converter puts after a system message, or instead of one
+# llamafactory 0.9.5 data/converter.py 343-355: what the openai converter puts after a system message, or instead of one
 OPENAI_SYSTEM = "detailed thinking off"
 
 
@@ -224,7 +224,7 @@ def _pair(
     prompt: list[tuple[str, Any]], response: list[tuple[str, Any]], system: Any, tools: Any, media: tuple[int, int, int]
 ) -> Pair:
     for role, content in (*prompt, *response):
-        # formatter.py 99-101: "Expected a string, got …" ends the preprocessing of the whole dataset
+        # formatter.py 76-78: "Expected a string, got …" ends the preprocessing of the whole dataset
         if not isinstance(content, str):
             raise _Stop(Lost("content-not-text", f"the {role} text is {_kind(content)}: {_short(content)}", True))
         if role == FUNCTION:
@@ -237,14 +237,14 @@ def _pair(
         raise _Stop(Lost("content-not-text", f"the system text is {_kind(system)}: {_short(system)}", True))
     messages = [Message(role, content) for role, content in (*prompt, *response)]
     if any(message.role == SYSTEM for message in messages):
-        # template.py _encode: NotImplementedError("Unexpected role: system")
+        # template.py 166: NotImplementedError("Unexpected role: system")
         raise _Stop(Lost("role-unknown", "an answer or a later message has the system role", True))
     *head, chosen, rejected = messages
     return Pair(tuple(head), chosen, rejected, system or "", tools or "", media)
 
 
 def _must_be_calls(content: str) -> None:
-    """formatter.py 104-152 FunctionFormatter: after the thoughts, JSON with `name` and `arguments`."""
+    """formatter.py 97-141 FunctionFormatter: after the thoughts, JSON with `name` and `arguments`."""
     tagged = re.search(r"<tool_call>(.*?)</tool_call>", content, re.DOTALL)
     body = tagged.group(1) if tagged else re.sub(r"<think>\n.*?\n</think>\n\n", "", content, count=1, flags=re.DOTALL)
     calls = _must_be_json(body, "a function call")

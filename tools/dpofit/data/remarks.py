@@ -14,7 +14,7 @@ _WRONG_DECODING = re.compile(
 )
 _SPECIAL_LOOK = re.compile(r"<\|[^<>|]{1,40}\|>|</?s>|<(?:start|end)_of_turn>|<eo[sdt]>|\[/?INST\]")
 _REPEAT_CHARS = 20  # a shorter prompt at the start of an answer may be chance
-# llamafactory 0.9.5 extras/constants.py 52-56
+# llamafactory 0.9.5 extras/constants.py 24, 52, 123
 MEDIA_MARKS = ("<image>", "<video>", "<audio>")
 
 

@@ -27,7 +27,7 @@ TAG_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Field for field llamafactory 0.9.5 data/parser.py 27-66 DatasetAttr; None means the column is not used."""
+    """Field for field llamafactory 0.9.5 data/parser.py 27-64 DatasetAttr; None means the column is not used."""
 
     formatting: str = "alpaca"
     ranking: Any = False
@@ -91,7 +91,7 @@ class Dataset:
 
 
 def spec_of(entry: Mapping[str, Any]) -> Spec:
-    """llamafactory 0.9.5 data/parser.py 71-88 DatasetAttr.join: naming `columns` (or `tags`) unsets every other one."""
+    """llamafactory 0.9.5 data/parser.py 69-92 DatasetAttr.join: naming `columns` (or `tags`) unsets every other one."""
     spec = replace(Spec(), formatting=entry.get("formatting", "alpaca"), ranking=entry.get("ranking", False))
     for group, keys in (("columns", COLUMN_KEYS), ("tags", TAG_KEYS)):
         if group in entry:
@@ -185,7 +185,7 @@ def _entry_problems(info_path: Path, name: str, entry: Any) -> list[Problem]:
 
 
 def _files(dataset_dir: Path, file_name: str, where: str, name: str) -> tuple[tuple[Path, ...], list[Problem]]:
-    """llamafactory 0.9.5 data/loader.py 68-84: a file, or every entry of a folder, all of one known type."""
+    """llamafactory 0.9.5 data/loader.py 73-89: a file, or every entry of a folder, all of one known type."""
     path = dataset_dir / file_name
     if path.is_dir():
         files = tuple(sorted(path.iterdir()))

@@ -48,7 +48,7 @@ class Template:
 
     @property
     def empty_thought(self) -> str:
-        """template.py 95-97; 471-476 for GLM-4.7, whose empty thought is the closing tag alone."""
+        """template.py 100-102; 480-484 for GLM-4.7, whose empty thought is the closing tag alone."""
         return self.thought_words[1] if self.kind == "reasoning_closing_tag" else "".join(self.thought_words)
 
     def encodes_exactly(self, pair: Pair) -> bool:
@@ -93,7 +93,7 @@ def templates() -> dict[str, Template]:
 
 
 def lay_out(template: Template, pair: Pair, thinking: Thinking, default_system: str | None) -> Layout:
-    """llamafactory 0.9.5 data/processor/pairwise.py 41-52 over data/template.py 52-67, 145-185, 303-335, 383-413."""
+    """llamafactory 0.9.5 data/processor/pairwise.py 41-52 over data/template.py 60-76, 132-170, 341-373, 411-436."""
     system = pair.system or (template.default_system if default_system is None else default_system)
     prompt, chosen = _one_turn(template, pair.prompt, pair.chosen, system, thinking)
     _, rejected = _one_turn(template, pair.prompt, pair.rejected, system, thinking)
@@ -130,7 +130,7 @@ def _turn(template: Template, index: int, message: Message, system: str) -> Iter
     if index == 0:
         yield from template.prefix
         if system and template.kind == "system_in_user":
-            # template.py 321: the first slot of the system text, put before the user's
+            # template.py 356-360: the first slot of the system text, put before the user's
             content = str(_filled(template.system[:1], system)[0]) + content
         elif system:
             yield from _filled(template.system, system)
@@ -140,7 +140,7 @@ def _turn(template: Template, index: int, message: Message, system: str) -> Iter
 
 
 def _filled(slots: tuple[str | Special, ...], content: str, idx: str | None = None) -> list[str | Special]:
-    """formatter.py 92-110: each name is replaced once per slot, `content` before `idx`."""
+    """formatter.py 72-88: each name is replaced once per slot, `content` before `idx`."""
     out: list[str | Special] = []
     for slot in slots:
         if isinstance(slot, str):

@@ -31,7 +31,7 @@ class Tokenizer:
         return [encoding.ids for encoding in self._backend.encode_batch(clean, add_special_tokens=False)]
 
     def special(self, name: str) -> list[int]:
-        """template.py 136-143: bos and eos only if the tokenizer has them; a named token, or unk for it, always."""
+        """template.py 113-130: bos and eos only if the tokenizer has them; a named token, or unk for it, always."""
         if name in ("bos_token", "eos_token"):
             token = self._bos if name == "bos_token" else self._eos
             found = None if token is None else self._backend.token_to_id(token)
@@ -42,7 +42,7 @@ class Tokenizer:
         return [-1 if found is None else found]
 
     def eos_id(self, template: Template) -> int | None:
-        """The token that ends an answer: template.py 220-250 makes the first stop word the eos of some templates."""
+        """The token that ends an answer: template.py 173-198 makes the first stop word the eos of some templates."""
         token = template.stop_words[0] if template.replace_eos and template.stop_words else self._eos
         found = None if token is None else self._backend.token_to_id(token)
         if found is None or template.efficient_eos or template.replace_eos:
@@ -63,7 +63,7 @@ class Tokenizer:
         return ""
 
     def prepare(self, template: Template) -> None:
-        """template.py 220-262 fix_special_tokens: eos, then the stop words, become special tokens."""
+        """template.py 189-218 fix_special_tokens: eos, then the stop words, become special tokens."""
         from tokenizers import AddedToken
 
         words = list(template.stop_words)

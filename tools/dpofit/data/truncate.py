@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 def infer_seqlen(source_tokens: int, target_tokens: int, cutoff_len: int) -> tuple[int, int]:
-    """(prompt, answer) tokens that remain; llamafactory 0.9.5 data/processor/processor_utils.py 74-88."""
+    """(prompt, answer) tokens that remain; llamafactory 0.9.5 data/processor/processor_utils.py 76-88."""
     if target_tokens * 2 < cutoff_len:
         most_target = cutoff_len
     elif source_tokens * 2 < cutoff_len:
@@ -32,6 +32,6 @@ class Lengths:
 
 
 def truncated(lengths: Lengths, cutoff_len: int) -> Lengths:
-    """Tokens after `cutoff_len`; llamafactory 0.9.5 data/processor/pairwise.py 54-60 cuts all three from the tail."""
+    """Tokens after `cutoff_len`; llamafactory 0.9.5 data/processor/pairwise.py 57-63 cuts all three from the tail."""
     source, target = infer_seqlen(lengths.prompt, max(lengths.chosen, lengths.rejected), cutoff_len)
     return Lengths(source, min(lengths.chosen, target), min(lengths.rejected, target))
