@@ -2,8 +2,8 @@
 
 usage: parse_with_llamafactory.py PORT {"FILE": WORLD_SIZE, …}; run from the folder that holds deepspeed/.
 
-This machine has no GPU and one rank stands for all, so: gloo instead of NCCL, DeepSpeed's CPU accelerator, and
-transformers is told that the hardware does bf16. Nothing else is replaced.
+A machine without GPUs, one rank standing for all: gloo instead of NCCL, DeepSpeed's CPU accelerator, and transformers
+is told that the hardware does bf16; DeepSpeed's own shared-memory collectives stay off. Nothing else is replaced.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ def main() -> None:
     os.environ.update(RANK, MASTER_PORT=sys.argv[1], DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
     files = json.loads(sys.argv[2])
     with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout is for the answer
+        import deepspeed.ops
         import torch.distributed
         import transformers.training_args
+
+        # Else DeepSpeed compiles its shared-memory collectives first, and waits for whoever else does.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
         torch.distributed.init_process_group("gloo")
         transformers.training_args.is_torch_bf16_gpu_available = lambda: True
