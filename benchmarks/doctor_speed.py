@@ -23,6 +23,7 @@ from pathlib import Path
 
 PROSE = """when a model answers well people tend to read past its mistakes and the pairs that were meant to teach it
 caution end up teaching it style so the longer answer wins and nobody notices until the rewards drift apart"""
+MAIN = "from dpofit.cli.app import main; main()"
 KEYS = "loss grad_norm learning_rate rewards/chosen rewards/rejected rewards/margins logps/chosen epoch"
 
 
@@ -81,7 +82,7 @@ def measure(path: Path) -> dict[str, float]:
         return best, peak_mib
 
     grep_seconds, _ = cost(["grep", "-c", "OutOfMemoryError", str(path)])
-    seconds, peak_mib = cost([sys.executable, "-m", "dpofit", "doctor", "--json", str(path)])
+    seconds, peak_mib = cost([sys.executable, "-c", MAIN, "doctor", "--json", str(path)])
     size = path.stat().st_size
     return {
         "megabytes": round(size / 1e6, 1),

@@ -114,7 +114,8 @@ def _root(cases: Sequence[Case], logs: Sequence[LogFacts]) -> Case | None:
         # nothing, a mere consequence, or the remains of an earlier run: the cause may stand further up
         if not current:
             return None
-        current = [case for case in cases if case.diagnosis.role == "cause"] + current
+        earlier = [case for case in cases if case.diagnosis.role == "cause" and case not in current]
+        current += [case for case in earlier if case.run == max(other.run for other in earlier)]
     causes = [case for case in current if case.diagnosis.role == "cause"]
     consequences = [case for case in current if case.diagnosis.role == "consequence"]
     first = _first(causes)
@@ -130,7 +131,9 @@ def _explains(case: Case, other: Case) -> bool:
     """`other` follows from `case` (lines of one moment come in any order), unless it had happened long before."""
     if other.diagnosis.id not in case.diagnosis.explains:
         return False
-    return case.log != other.log or _seconds_before(other.event, case.event) <= LONG_BEFORE_SECONDS
+    if case.log != other.log:
+        return True
+    return case.run == other.run and _seconds_before(other.event, case.event) <= LONG_BEFORE_SECONDS
 
 
 def _recovered(case: Case, logs: Sequence[LogFacts]) -> bool:

@@ -10,7 +10,9 @@ from statistics import fmean, pstdev
 from dpofit.doctor.facts import Event, LogFacts, Metrics
 
 LN_2 = 0.6931  # DPO's loss when policy and reference agree, as trainers print it (4 decimals)
-FEWEST_RECORDS = 5  # the first record of a healthy run is ln 2 with zero margins, too
+# The first record of a healthy run is ln 2 with margins of zero, and while the learning rate warms up from nothing a
+# few more may print so.
+FEWEST_RECORDS = 10
 FEWEST_FOR_TREND = 20
 
 

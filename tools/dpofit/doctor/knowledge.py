@@ -136,16 +136,23 @@ def _checked(path: Path, raw: Any, problems: list[Problem]) -> Diagnosis | None:
         wrong("id", f"must be the file's name and start with one of {', '.join(KINDS)}")
     if not values.get("match") and not values.get("check"):
         wrong("match", "needs match or check")
+    return Diagnosis(**values) if len(problems) == before else None
+
+
+def pattern_problems(diagnosis: Diagnosis) -> list[Problem]:
+    """What is wrong with its regular expressions. Not asked on every start: the files are the package's own."""
+    problems = []
     for key in ("match", "before", "unless"):
-        for pattern in values.get(key, ()):
+        for pattern in getattr(diagnosis, key):
             try:
                 re.compile(pattern.encode())
             except re.error as error:
-                wrong(key, f"not a regular expression ({error}): {pattern}")
+                problems.append(Problem(diagnosis.id, key, f"not a regular expression ({error}): {pattern}", ""))
                 continue
             if min(map(_longest_word, required_literals(pattern)), default=0) < SHORTEST_LITERAL:
-                wrong(key, f"needs a word of {SHORTEST_LITERAL} letters that every match has: {pattern}")
-    return Diagnosis(**values) if len(problems) == before else None
+                wrong = f"needs a word of {SHORTEST_LITERAL} letters that every match has: {pattern}"
+                problems.append(Problem(diagnosis.id, key, wrong, ""))
+    return problems
 
 
 def _texts(value: Any) -> bool:

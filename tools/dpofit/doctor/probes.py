@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from dpofit.doctor.facts import Event, HostReading, LogFacts, Metrics, Place
 from dpofit.doctor.knowledge import Diagnosis, Phase, required_literals
@@ -36,13 +37,21 @@ HOST_READING = r"CPU Virtual Memory:\s+used = ([\d.]+) GB, percent = ([\d.]+)%"
 Take = Callable[[LogFacts, Place, re.Match[bytes]], None]
 
 
+compiled = cache(re.compile)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
     """A regular expression, the literals without which it can't match, and what takes its match."""
 
-    pattern: re.Pattern[bytes]
+    source: bytes
     literals: tuple[bytes, ...]
     take: Take
+
+    @property
+    def pattern(self) -> re.Pattern[bytes]:
+        """Compiled at its first use: most patterns are never needed for a log."""
+        return compiled(self.source)
 
 
 def all_probes(diagnoses: dict[str, Diagnosis]) -> list[Probe]:
@@ -56,7 +65,7 @@ def all_probes(diagnoses: dict[str, Diagnosis]) -> list[Probe]:
 
 
 def _probe(pattern: str, take: Take) -> Probe:
-    return Probe(re.compile(pattern.encode()), required_literals(pattern), take)
+    return Probe(pattern.encode(), required_literals(pattern), take)
 
 
 def _own_probes() -> Iterator[Probe]:
