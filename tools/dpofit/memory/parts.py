@@ -206,9 +206,14 @@ def _layer_templates(
     else:
         x = Value(Storage("hidden", residual, "checkpoints"), True)
     y = decoder_layer(spec, tape, x, mask)
-    y.grad = tape.hold(gradient)  # CheckpointFunction.backward's arguments hold the incoming gradient to the end
-    tape.run_backward()
-    tape.drop(y.storage, gradient)
+    if recipe.use_reentrant_gc or recipe.use_unsloth_gc:
+        y.grad = tape.hold(gradient)  # CheckpointFunction.backward's arguments hold the incoming gradient to the end
+        tape.run_backward()
+        tape.drop(y.storage, gradient)
+    else:  # torch/utils/checkpoint.py _checkpoint_without_reentrant_generator: only what autograd saved comes back
+        tape.drop(y.storage)
+        y.grad = gradient
+        tape.run_backward()
     backward = _finish_backward(tape, x, gradient)
     if block is not None:
         backward += (Event(block.tag, -block.size_bytes, block.category, block.space),)
@@ -218,13 +223,13 @@ def _layer_templates(
 def _finish_backward(tape: Tape, x: Value, incoming: Storage) -> tuple[Event | Mark, ...]:
     """Name the gradient of the layer's input for the layer below, and let go of the input."""
     assert x.grad is not None
+    if x.storage.holders:
+        tape.drop(x.storage)
     if x.grad is incoming:  # the residual stream's gradient was added to in place: the same storage under a new name
         events = tape.cut()
         name = Event(incoming.tag, incoming.size_bytes, incoming.category)
         return (*events, name._replace(size_bytes=-name.size_bytes, shift=1), name)
     x.grad.tag, x.grad.shift = "grad_hidden", 0
-    if x.storage.holders:
-        tape.drop(x.storage)
     return tuple(tape.cut())
 
 

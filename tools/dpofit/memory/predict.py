@@ -120,7 +120,8 @@ def _gpu(job: Job, plan: Plan, program: Program, mix: tuple[Lengths, ...]) -> Gp
     beside = overhead(job)
     capacity = job.cluster.gpu.capacity_bytes
     expandable = expandable_segments(job)
-    steps = [steady_step(replace(job, lengths=lengths), plan) for lengths in mix]
+    shorter = [replace(job, lengths=lengths) for lengths in mix]
+    steps = [steady_step(other, plan) if number else build_program(other, plan) for number, other in enumerate(shorter)]
     room = max(capacity - beside.total_bytes, 1)
     held = reserved(program, steps, expandable=expandable, capacity_bytes=room)
     if held.out_of_memory:  # what it would have wanted, from the longest rows alone

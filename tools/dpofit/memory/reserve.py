@@ -22,9 +22,11 @@ class Reserved:
 
 
 def reserved(program: Program, mix: Sequence[Program], *, expandable: bool, capacity_bytes: int | None) -> Reserved:
-    """Replay the whole program, then one steady step of each length in `mix`, then its own steady step again.
+    """Replay a run whose longest rows are `program`'s. They come last: segments that shorter batches left behind are
+    too small for them, which is what fragments a run (longest first, everything later fits what is there).
 
-    `program` is the longest rows' one; what lives across steps belongs to its load, init and first step.
+    `mix`: the shorter batches as they come. The first is a whole program, since what lives across steps belongs to its
+    load, init and first step; the others are steady steps. Empty: `program` whole, alone.
     """
     run = replay(_events(program, mix), expandable=expandable, capacity_bytes=capacity_bytes)
     phases: dict[str, int] = {}
@@ -32,18 +34,21 @@ def reserved(program: Program, mix: Sequence[Program], *, expandable: bool, capa
         if phase.phase is not None:
             name = str(phase.phase)
             phases[name] = max(phases.get(name, 0), phase.reserved_bytes)
-    steps = 3 + len(mix) if mix else 2
+    steps = len(mix) + 2  # a whole program has two
     return Reserved(run.peak_reserved_bytes, phases, run.retries / steps, run.out_of_memory is not None)
 
 
 def _events(program: Program, mix: Sequence[Program]) -> Iterator[AllocatorEvent]:
-    for phase in program.phases:
+    opening, later = (mix[0], mix[1:]) if mix else (program, ())
+    for phase in opening.phases:
+        if mix and phase.name in ("eval", "save"):
+            continue  # once, at the end, with the longest rows
         yield phase.name, 0, ""
         yield from requests(phase)
     if not mix:
         return
-    again = Program(tuple(phase for phase in program.phases if phase.step == 2 and phase.name not in ("eval", "save")))
-    for number, step in enumerate([*mix, again]):
+    longest = Program(tuple(phase for phase in program.phases if phase.step == 2))
+    for number, step in enumerate([*later, longest]):
         for phase in step.phases:
             yield phase.name, 0, ""
             yield from requests(phase, f"{number}.")

@@ -51,9 +51,6 @@ def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
         "neat_packing": (recipe.neat_packing, "neat_packing", "packing is modelled"),
         "torch_empty_cache_steps": (
             bool(recipe.torch_empty_cache_steps), "emptying the allocator's cache", "Leave it out"),
-        "use_reentrant_gc": (
-            recipe.gradient_checkpointing and not recipe.use_reentrant_gc, "non-reentrant checkpointing",
-            "Leave it out: LLaMA-Factory's default is reentrant"),
         "bf16": (
             not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16), "training in fp32",
             "Set bf16: true (or fp16: true, pure_bf16: true)"),
