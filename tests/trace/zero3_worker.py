@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
 
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: E402
 
 dist.init_process_group("gloo")
 
@@ -20,6 +20,8 @@ import llamafactory.train.tuner  # noqa: F401
 import deepspeed
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dpofit.trace.request import TraceRequest
 from dpofit.trace.sequence import record_sequence
@@ -41,6 +43,7 @@ for values in json.loads(Path(sys.argv[1]).read_text()):
         for log in logs.values():
             log.clear()
     runs.append(steps)
+    unset_hf_deepspeed_config()  # or transformers would build the next model partitioned
 dist.barrier()
 if dist.get_rank() == 0:
     Path(sys.argv[2]).write_text(json.dumps(runs))

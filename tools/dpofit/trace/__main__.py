@@ -73,7 +73,6 @@ def main() -> None:
     print(f"{len(recorder.storages):,} storages, {recorder.ops:,} operations, {time.time() - start:.1f} s")
     static = sum(s.size_bytes for s in recorder.storages if s.category.endswith("weights"))
     print(f"weights {static:,} B (subtracted below: activations only)")
-    unit = request.rows * request.tokens
     for step, phase in dict.fromkeys((mark.step, mark.phase) for mark in recorder.marks):
         peak, _ = recorder.peak(phase, step)
         host = [recorder.peak(phase, step, space)[0] for space in ("host_pinned", "host_pageable")]
@@ -84,8 +83,6 @@ def main() -> None:
         if storage.size_bytes >= options.floor and not storage.category.endswith("weights"):
             _print(storage)
     _layer_peak(recorder, request.layers - 1)
-    host, _ = recorder.peak(space="host_pinned")
-    print(f"host pinned peak {host:,} B")
     if options.dump:
         print("every storage:")
         for storage in recorder.storages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return tokens * (4 * 8 + gradient.shape[-1] * _INNER)
 
 
-WORKSPACE = {
+WORKSPACE: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], int]] = {
     aten._log_softmax.default: _softmax_copy,
     aten._softmax.default: _softmax_copy,
     aten._log_softmax_backward_data.default: _softmax_backward_copy,

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dpofit.trace import kernels, zero
 from dpofit.trace.build import arguments, build_model, cuda_semantics
 from dpofit.trace.device import GPU
-from dpofit.trace.request import TraceRequest
+from dpofit.trace.request import Precision, TraceRequest
 from dpofit.trace.storages import Recorder, StorageMode
 
 
@@ -40,8 +40,8 @@ def trace_step(
     `observe` is called with the prepared trainer before the first step, `stepped` after each.
     """
     recorder = Recorder()
-    group = zero.process_group(request.world_size, recorder) if request.deepspeed else nullcontext()
-    semantics = cuda_semantics(request) if request.cuda else nullcontext([])
+    group: Any = zero.process_group(request.world_size, recorder) if request.deepspeed else nullcontext()
+    semantics: Any = cuda_semantics(request) if request.cuda else nullcontext([])
     with semantics as substitutions, group, _cuda_is_the_stand_in(), _no_collector():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         mode = StorageMode(
@@ -98,7 +98,7 @@ def _reference(request: TraceRequest, fake: FakeTensorMode | None) -> torch.nn.M
     """LLaMA-Factory's create_ref_model: a second whole model unless LoRA (the adapter is switched off)."""
     if not _uses_reference(request) or request.finetuning == "lora":
         return None
-    precision = "deepspeed" if request.precision == "deepspeed" else "pure_bf16"
+    precision: Precision = "deepspeed" if request.precision == "deepspeed" else "pure_bf16"
     return build_model(replace(request, finetuning="full", precision=precision), fake, trainable=False)
 
 
@@ -168,7 +168,7 @@ def _optimizer(request: TraceRequest, model: torch.nn.Module) -> torch.optim.Opt
 
 
 def make_trainer(request: TraceRequest, model: torch.nn.Module, reference: torch.nn.Module | None) -> tuple[Any, Any]:
-    """The trainer with what its loss path reads (its `__init__` wants datasets and an output folder), and the optimizer."""
+    """(trainer, optimizer). The trainer holds what its loss path reads: its `__init__` would want datasets."""
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
     from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
     from trl.models.utils import prepare_deepspeed

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,10 +35,12 @@ class Storage:
     dtype: str = ""
     died: int | None = None
     died_phase: str = ""
+    origin: str = ""  # the innermost function of deepspeed that asked for it
     used_by: str = ""  # the operation that ran just before it died
 
 
-class Mark(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Mark:
     """A birth (`size_bytes` > 0) or death (< 0) of storage `index` in a phase of a step."""
 
     phase: str
@@ -89,14 +92,15 @@ class Recorder:
         storage = self.storages[self._alive[tensor.untyped_storage()._cdata]]
         assert self.marks[-1].index == storage.index
         storage.space = "host_pinned"
-        self.marks[-1] = self.marks[-1]._replace(space="host_pinned")
+        self.marks[-1] = replace(self.marks[-1], space="host_pinned")
 
     def _birth(self, size: int, op: str, space: str, shape: tuple[int, ...], dtype: str) -> int:
         index = len(self.storages)
-        module = self.module_path()
-        self.storages.append(
-            Storage(index, size, op, module, self.phase, self.step, self.ops, self.category, space, shape, dtype)
+        storage = Storage(
+            index, size, op, self.module_path(), self.phase, self.step, self.ops, self.category, space, shape, dtype
         )
+        storage.origin = _deepspeed_function()
+        self.storages.append(storage)
         self.marks.append(Mark(self.phase, self.step, index, size, space))
         return index
 
@@ -136,6 +140,21 @@ class Recorder:
             else:
                 alive.pop(mark.index, None)
         return [storage for storage in alive.values() if storage.space == space]
+
+
+def _deepspeed_function() -> str:
+    """The innermost deepspeed function within a few calls of here that isn't a wrapper."""
+    frame = sys._getframe(3)
+    for _ in range(12):
+        if frame is None:
+            return ""
+        path = frame.f_code.co_filename
+        if "/deepspeed/runtime/" in path:
+            return frame.f_code.co_name
+        if "/transformers/" in path or "/llamafactory/" in path:
+            return ""
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]

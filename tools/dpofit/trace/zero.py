@@ -73,7 +73,7 @@ def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _forgetting(module: Any) -> Iterator[None]:
-    """deepspeed.utils.groups keeps the groups it made in module variables, which outlive the group they were made in."""
+    """deepspeed.utils.groups keeps what it made in module variables, which would outlive this process group."""
     before = {name: value for name, value in vars(module).items() if not callable(value)}
     yield
     vars(module).update({name: before[name] for name in before if not name.startswith("__")})
@@ -82,8 +82,10 @@ def _forgetting(module: Any) -> Iterator[None]:
 def _leave() -> None:
     import deepspeed.comm.comm as comm
     from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     AcceleratorState._reset_state(True)
+    unset_hf_deepspeed_config()  # or transformers would build the next model partitioned
     dist.destroy_process_group()
     comm.cdb = None  # deepspeed keeps the group it found
 
@@ -100,7 +102,7 @@ def accelerator(config: dict[str, Any]) -> Any:
 
 
 def already_placed(model: torch.nn.Module) -> torch.nn.Module:
-    """The engine moves and casts the module it gets; ours is made as it should be, and a fake parameter can't be swapped."""
+    """The engine moves and casts the module it gets; ours is made right, and fake parameters can't be swapped."""
     model.to = lambda *args, **kwargs: model  # type: ignore[method-assign]
     model.bfloat16 = lambda: model  # type: ignore[method-assign]
     return model

@@ -1,0 +1,174 @@
+"""From a Job to its traced program: the second, independent route to the numbers of the memory room."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from dpofit.errors import BadInput, Problem
+from dpofit.memory.job import Job
+from dpofit.memory.program import Event, Phase, Program, Space
+from dpofit.recipe.recipe import Recipe, ZeroConfig
+from dpofit.trace.request import Attention, Checkpointing, TraceRequest
+from dpofit.trace.storages import Recorder, Storage
+
+STEPS = 2  # the first, which has no prefetch, and the steady one
+_CONFIG_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+
+
+def trace_job(job: Job) -> Program:
+    """Two training steps of `job`, from the real code. Raises BadInput naming everything the tracer doesn't do."""
+    from dpofit.trace.step import trace_step  # torch
+
+    request = request_of(job)
+    return program_of(trace_step(request).recorder, request)
+
+
+def request_of(job: Job) -> TraceRequest:
+    """The job in the tracer's terms."""
+    recipe, model = job.recipe, job.model
+    problems = _unsupported(job)
+    if problems:
+        raise BadInput(problems)
+    return TraceRequest(
+        model_type=model.model_type,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        tied_embeddings=model.tied_embeddings,
+        max_positions=model.max_positions,
+        rows=job.rows,
+        tokens=job.lengths.row_tokens,
+        stage=recipe.stage,
+        pref_loss=recipe.pref_loss,
+        pref_ftx=recipe.pref_ftx,
+        ld_alpha=recipe.ld_alpha,
+        finetuning=recipe.finetuning,
+        lora_rank=recipe.lora_rank,
+        lora_target=recipe.lora_target,
+        precision="deepspeed" if recipe.zero else "pure_bf16" if recipe.pure_bf16 else "autocast",
+        checkpointing=_checkpointing(recipe),
+        liger=recipe.liger,
+        attention=_ATTENTION[recipe.flash_attn],
+        padding=job.lengths.padded,
+        micro_batches=recipe.gradient_accumulation,
+        steps=STEPS,
+        optimizer="fused" if recipe.optim == "adamw_torch_fused" else "foreach",
+        world_size=job.world_size,
+        deepspeed=_deepspeed(recipe.zero) if recipe.zero else {},
+    )
+
+
+_ATTENTION: dict[str, Attention] = {"auto": "sdpa", "sdpa": "sdpa", "fa2": "fa2", "disabled": "eager"}
+
+
+def _checkpointing(recipe: Recipe) -> Checkpointing:
+    if not recipe.gradient_checkpointing:
+        return "none"
+    if recipe.use_unsloth_gc:
+        return "unsloth"
+    return "reentrant" if recipe.use_reentrant_gc else "nonreentrant"
+
+
+def _unsupported(job: Job) -> list[Problem]:
+    recipe = job.recipe
+    where = str(recipe.source)
+    checks = [
+        (job.model.model_type not in _CONFIG_TYPES, "model", job.model.model_type, ", ".join(_CONFIG_TYPES)),
+        (recipe.stage not in ("dpo", "sft"), "stage", recipe.stage, "dpo, sft"),
+        (recipe.finetuning not in ("full", "lora"), "finetuning_type", recipe.finetuning, "full, lora"),
+        (recipe.quantization_bit is not None, "quantization_bit", recipe.quantization_bit, "unset"),
+        (
+            recipe.optim not in ("adamw_torch", "adamw_torch_fused"),
+            "optim",
+            recipe.optim,
+            "adamw_torch, adamw_torch_fused",
+        ),
+        (recipe.flash_attn not in _ATTENTION, "flash_attn", recipe.flash_attn, ", ".join(_ATTENTION)),
+        (recipe.fp16, "fp16", True, "bf16 or pure_bf16"),
+        (recipe.use_unsloth, "use_unsloth", True, "false"),
+        (recipe.upcast_layernorm, "upcast_layernorm", True, "false"),
+        (recipe.upcast_lmhead_output, "upcast_lmhead_output", True, "false"),
+        (bool(recipe.additional_target), "additional_target", recipe.additional_target, "unset"),
+        (recipe.use_dora, "use_dora", True, "false"),
+        (recipe.lora_dropout != 0 and recipe.stage == "sft", "lora_dropout", recipe.lora_dropout, "0"),
+    ]
+    return [Problem(where, key, f"{wrong} can't be traced", f"use {right}") for bad, key, wrong, right in checks if bad]
+
+
+def _deepspeed(config: ZeroConfig) -> dict[str, Any]:
+    """The DeepSpeed JSON again, from what was read of it."""
+    zero: dict[str, Any] = {
+        "stage": config.stage,
+        "overlap_comm": config.overlap_comm,
+        "contiguous_gradients": config.contiguous_gradients,
+        "reduce_scatter": config.reduce_scatter,
+        "reduce_bucket_size": config.reduce_bucket_size,
+        "allgather_bucket_size": config.allgather_bucket_size,
+        "round_robin_gradients": config.round_robin_gradients,
+        "sub_group_size": config.sub_group_size,
+    }
+    if config.stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": config.prefetch_bucket_size,
+            "stage3_param_persistence_threshold": config.param_persistence_threshold,
+            "stage3_max_live_parameters": config.max_live_parameters,
+            "stage3_max_reuse_distance": config.max_reuse_distance,
+        }
+    if config.offload_optimizer != "none":
+        pin = config.optimizer_pin_memory
+        zero["offload_optimizer"] = {"device": config.offload_optimizer, "pin_memory": pin}
+    if config.offload_param != "none":
+        zero["offload_param"] = {"device": config.offload_param, "pin_memory": config.param_pin_memory}
+    whole: dict[str, Any] = {"zero_optimization": zero}
+    if config.grad_accum_dtype:
+        whole["data_types"] = {"grad_accum_dtype": config.grad_accum_dtype}
+    return whole
+
+
+def program_of(recorder: Recorder, request: TraceRequest) -> Program:
+    """The recorded births and deaths as a program: a storage's tag is its number, operation and module."""
+    tags = [f"{s.index}:{s.op}:{s.module}" for s in recorder.storages]
+    categories = [category_of(s, request) for s in recorder.storages]
+    phases: list[Phase] = []
+    items: list[Event] = []
+    current = (recorder.marks[0].phase, recorder.marks[0].step)
+    for mark in recorder.marks:
+        if (mark.phase, mark.step) != current:
+            phases.append(Phase(*current, tuple(items)))
+            current, items = (mark.phase, mark.step), []
+        tag, category = tags[mark.index], categories[mark.index]
+        items.append(Event(tag, mark.size_bytes, category, cast(Space, mark.space)))
+    phases.append(Phase(*current, tuple(items)))
+    return Program(tuple(phases))
+
+
+_DEEPSPEED_CATEGORIES = {
+    # innermost deepspeed function that asked for the storage -> category
+    "all_gather_coalesced": "gathered",
+    "_all_gather_dtype": "gathered",
+    "_allgather_params_coalesced": "gathered",
+    "wait": "gathered",
+    "_allgather_param": "gathered",
+    "_partition_param": "weights",
+}
+
+
+def category_of(storage: Storage, request: TraceRequest) -> str:
+    """What the storage is, from who made it, when, and its shape."""
+    if storage.category:
+        return storage.category
+    if storage.dtype == "workspace":
+        return "workspace"
+    if storage.origin:
+        return _DEEPSPEED_CATEGORIES.get(storage.origin, "deepspeed")
+    if storage.phase == "optimizer_step":
+        return "optimizer"
+    if len(storage.shape) >= 2 and storage.shape[-1] == request.vocab_size:
+        return "logits"
+    if storage.phase == "backward" and storage.died is None:
+        return "gradients"
+    return "activations"
