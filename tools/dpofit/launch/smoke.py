@@ -23,7 +23,7 @@ from dpofit.launch.smoke_model import tiny_config
 from dpofit.launch.smoke_plan import SAVE_STEPS, SmokePlan, smoke_plan
 from dpofit.launch.topology import Topology
 from dpofit.recipe.load import ReadRecipe
-from dpofit.train.guard.manifest import looks_whole
+from dpofit.train.guard.check import check_checkpoint
 
 ASSETS = Path(__file__).parent / "smoke_assets"
 LOSS_TOLERANCE = 2e-3  # the loss is logged with four digits, and computed from bf16 logits
@@ -166,9 +166,8 @@ def _train_checks(folder: Path, plan: SmokePlan) -> list[Check]:
     checks.append(moved)
     checks.append(_loads("saved model loads in transformers, equal to what was trained", result))
     for name in (f"checkpoint-{SAVE_STEPS}", ""):
-        whole = looks_whole(folder / "output" / name)
-        seen = "whole" if whole else "not whole"
-        checks.append(Check(f"{name or 'final model'} verifies", whole, "whole, by its manifest", seen))
+        errors = [f.title for f in check_checkpoint(folder / "output" / name) if f.severity == "error"]
+        checks.append(Check(f"{name or 'final model'} verifies", not errors, "no error", "; ".join(errors) or "whole"))
     return checks
 
 

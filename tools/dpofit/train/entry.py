@@ -75,6 +75,8 @@ def _train(arguments: Sequence[str]) -> None:
     import llamafactory.extras.packages  # noqa: F401
 
     from dpofit.train import guard
+    from dpofit.train.memory_log import MemoryLog, memory_hooks
+    from dpofit.train.model_card import model_card_hooks
     from dpofit.train.phases import Phases, phase_hooks
     from dpofit.train.ranks import check_ranks
 
@@ -94,9 +96,12 @@ def _train(arguments: Sequence[str]) -> None:
     from dpofit.train import hooks
 
     hooks.install(phase_hooks(phases))
+    hooks.install(model_card_hooks())
+    memory_log = MemoryLog()
+    hooks.install(memory_hooks(memory_log))
     from llamafactory.train.tuner import run_exp
 
-    run_exp(settings, callbacks=_callbacks(phases, smoke))
+    run_exp(settings, callbacks=_callbacks(phases, memory_log, smoke))
     phases.enter("end")
     if smoke:
         from dpofit.train.smoke import finish
@@ -104,12 +109,11 @@ def _train(arguments: Sequence[str]) -> None:
         finish(settings, Path(smoke))
 
 
-def _callbacks(phases: Any, smoke: str | None) -> list[Any]:
-    from dpofit.train.memory_log import MemoryLog
+def _callbacks(phases: Any, memory_log: Any, smoke: str | None) -> list[Any]:
     from dpofit.train.phases import PhaseCallback
     from dpofit.train.stop import StopOnFlag
 
-    callbacks: list[Any] = [PhaseCallback(phases), MemoryLog(), StopOnFlag()]
+    callbacks: list[Any] = [PhaseCallback(phases), memory_log, StopOnFlag()]
     if smoke:
         from dpofit.train.smoke import SmokeCallback
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from dpofit.train.cgroup import cgroup_memory
+from dpofit.train.hooks import Hook
 from dpofit.units import GIB
 
 SCHEMA = "dpofit.memory/1"
@@ -122,6 +125,29 @@ class MemoryLog(TrainerCallback):
                     f"{measured_bytes / GIB:.1f} GiB passes the predicted peak of {predicted_bytes / GIB:.1f} GiB",
                     flush=True,
                 )
+
+
+def memory_hooks(log: MemoryLog) -> list[Hook]:
+    """Adds the newest reading to what is logged, before TensorBoard, W&B and the like see it; only where the recipe
+    reports to one of them, so that other runs' logs stay as they are."""
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def log_with_memory(trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            reading = log.latest()
+            if reading is not None and "loss" in logs and trainer.args.report_to:
+                logs = {**logs, **in_gib(reading)}
+            return stock(trainer, logs, *args, **kwargs)
+
+        return log_with_memory
+
+    return [Hook("memory", "transformers.trainer:Trainer.log", wrap)]
+
+
+def in_gib(reading: Reading) -> dict[str, float]:
+    """`memory/gpu_reserved_peak_gib: 74.2`, …: what was measured, in GiB."""
+    sizes = {name: n_bytes for name, n_bytes in asdict(reading).items() if name.endswith("_bytes")}
+    return {f"memory/{name[:-6]}_gib": n_bytes / GIB for name, n_bytes in sizes.items() if n_bytes is not None}
 
 
 def line(reading: Reading, max_steps: int) -> str:
