@@ -114,7 +114,7 @@ def test_the_recipe_names_the_tensor_and_the_prediction(tmp_path: Path) -> None:
     code, read = document(str(log), "--recipe", str(recipe))
     cause = read["findings"][0]["cause"]
     assert code == 1
-    assert "8.76 GiB = fp32 logits of 2 x 7,732 x 152,064 x 4 bytes" in cause
+    assert "In this model 8.76 GiB = fp32 logits of 2 x 7,732 x 152,064 x 4 bytes." in cause
     assert "on 79.33 GiB (9 x 8 GPUs" in cause
 
 

@@ -24,7 +24,7 @@ def with_recipe(report: Report, reference: str) -> Report:
     recipe = load_recipe(reference).recipe
     if report.root is None or not report.findings or not report.root.diagnosis.startswith("memory."):
         return report
-    sentences: list[str] = []
+    sentences: list[str | None] = []
     message = report.root.groups.get("message")
     if message:
         model = find_model(recipe.model, recipe.source.parent)
@@ -34,9 +34,10 @@ def with_recipe(report: Report, reference: str) -> Report:
         )  # fmt: skip
         micro_batch = recipe.eval_micro_batch if report.root.place.phase == "eval" else recipe.micro_batch
         rows = micro_batch * (2 if recipe.stage in ("dpo", "rm") else 1)
-        sentences += decoded(message, shape, rows, recipe.cutoff_len, _world_size(report.logs))
+        eager = recipe.flash_attn == "disabled"
+        sentences.append(decoded(message, shape, rows, recipe.cutoff_len, _world_size(report.logs), eager))
     sentences.append(_predicted(report, reference, message))
-    first = replace(report.findings[0], cause=" ".join([report.findings[0].cause, *sentences]))
+    first = replace(report.findings[0], cause=" ".join(filter(None, [report.findings[0].cause, *sentences])))
     return replace(report, findings=(first, *report.findings[1:]))
 
 

@@ -10,6 +10,7 @@ from dpofit.doctor.oom import Oom, read_oom
 from dpofit.doctor.tensors import Shape, which_tensor
 
 Details = dict[str, str]  # fills {name} in a diagnosis's title and cause
+SHOWN_GUESSES = 2
 FULL_PERCENT = 90.0  # host memory in use at DeepSpeed's last reading: from here a kill is explained by it
 
 
@@ -163,10 +164,15 @@ def node_rank_twice(logs: Sequence[LogFacts]) -> tuple[int, Event] | None:
 LOGS_CHECKS: dict[str, Callable[[Sequence[LogFacts]], tuple[int, Event] | None]] = {"node_rank_twice": node_rank_twice}
 
 
-def decoded(message: str, shape: Shape, rows: int, longest: int | None, world_size: int | None) -> list[str]:
-    """What tensor of this model an out-of-memory message is about, as sentences; none when its size is unknown."""
+def decoded(
+    message: str, shape: Shape, rows: int, longest: int | None, world_size: int | None, eager: bool
+) -> str | None:
+    """What tensor of this model an out-of-memory message is about, as a sentence; None when its size tells nothing."""
     oom = read_oom(message)
     if oom.wanted_bytes is None or oom.wanted_within_bytes is None:
-        return []
-    guesses = which_tensor(oom.wanted_bytes, oom.wanted_within_bytes, shape, rows, longest, world_size)
-    return [f"{gib(oom.wanted_bytes)} = {guess.what} of {guess.arithmetic}" for guess in guesses[:2]]
+        return None
+    guesses = which_tensor(oom.wanted_bytes, oom.wanted_within_bytes, shape, rows, longest, world_size, eager)
+    if not guesses:
+        return None
+    alike = " or ".join(f"{guess.what} of {guess.arithmetic}" for guess in guesses[:SHOWN_GUESSES])
+    return f"In this model {gib(oom.wanted_bytes)} = {alike}."

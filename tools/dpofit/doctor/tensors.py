@@ -41,11 +41,13 @@ def which_tensor(
     rows: int = 2,
     longest: int | None = None,
     world_size: int | None = None,
+    eager: bool = True,
 ) -> tuple[Guess, ...]:
     """Tensors of this model that have the size of a failed allocation, the most telling first.
 
     wanted_bytes: as printed. within_bytes: what that print may stand for, inclusive. rows: rows of one forward,
-    2 x micro batch in DPO. longest: tokens a row can have at most (cutoff_len).
+    2 x micro batch in DPO. longest: tokens a row can have at most (cutoff_len). eager: whether attention may be the
+    one that builds its scores.
     Sizes that do not follow the batch (weights, shards) come first: they match by chance only rarely. Those that
     follow it match some token count almost always; they are kept when it is possible under `longest`, widest first.
     """
@@ -54,7 +56,8 @@ def which_tensor(
         for what, arithmetic, size in _fixed(shape, world_size)
         if within_bytes[0] <= size <= within_bytes[1]
     ]
-    return tuple(fixed + _per_token(wanted_bytes, within_bytes, shape, rows, longest))
+    per_token = _per_token(wanted_bytes, within_bytes, shape, rows, longest)
+    return tuple(fixed + per_token + (_scores(wanted_bytes, within_bytes, shape, rows, longest) if eager else []))
 
 
 def _fixed(shape: Shape, world_size: int | None) -> list[tuple[str, str, int]]:
@@ -94,13 +97,17 @@ def _per_token(wanted: int, within: tuple[int, int], shape: Shape, rows: int, lo
         if _possible(low, high, longest):
             tokens = min(max(low, round(wanted / each)), high)
             found.append(Guess(what, f"{rows} x {tokens:,} x {width:,} x {itemsize} bytes", (low, high)))
+    return found
+
+
+def _scores(wanted: int, within: tuple[int, int], shape: Shape, rows: int, longest: int | None) -> list[Guess]:
     each = rows * shape.heads * 2
     low, high = math.ceil(math.sqrt(within[0] / each)), math.floor(math.sqrt(within[1] / each))
-    if _possible(low, high, longest):
-        tokens = min(max(low, round(math.sqrt(wanted / each))), high)
-        arithmetic = f"{rows} x {shape.heads} x {tokens:,} x {tokens:,} x 2 bytes"
-        found.append(Guess("bf16 attention scores (eager attention)", arithmetic, (low, high)))
-    return found
+    if not _possible(low, high, longest):
+        return []
+    tokens = min(max(low, round(math.sqrt(wanted / each))), high)
+    arithmetic = f"{rows} x {shape.heads} x {tokens:,} x {tokens:,} x 2 bytes"
+    return [Guess("bf16 attention scores (eager attention)", arithmetic, (low, high))]
 
 
 def _possible(low: int, high: int, longest: int | None) -> bool:
