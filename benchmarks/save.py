@@ -1,6 +1,6 @@
 """Measures saves of one model by the guard, the stock code and others: time, peak extra memory, page cache left.
 
-    python benchmarks/save.py weights --millions 1000     # weights only: guard, stock, accelerate, torch DCP's HF writer
+    python benchmarks/save.py weights --millions 1000     # weights: guard, stock, accelerate, torch DCP's HF writer
     python benchmarks/save.py checkpoint --millions 300   # a whole checkpoint with AdamW states: guard, stock
 
 Two CPU ranks under ZeRO-3. Each writer saves `--rounds` times; every round is kept, the median is printed. Results go
@@ -62,10 +62,15 @@ def build(what: str, millions: int, folder: str) -> Any:
     shape = shape_of(millions)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=32_000, hidden_size=shape["hidden"], intermediate_size=8 * shape["hidden"] // 3,
-            num_hidden_layers=shape["layers"], num_attention_heads=shape["hidden"] // 64,
-            num_key_value_heads=shape["hidden"] // 64, max_position_embeddings=64, tie_word_embeddings=False,
-        )  # fmt: skip
+            vocab_size=32_000,
+            hidden_size=shape["hidden"],
+            intermediate_size=8 * shape["hidden"] // 3,
+            num_hidden_layers=shape["layers"],
+            num_attention_heads=shape["hidden"] // 64,
+            num_key_value_heads=shape["hidden"] // 64,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+        )
     )
     torch.set_default_dtype(torch.float32)
     row = torch.arange(8)
@@ -125,7 +130,8 @@ def measure(what: str, millions: int, folder: str, rounds: int) -> list[dict[str
             dist.barrier()
             rows.append(
                 {
-                    "writer": writer, "round": index, "seconds": returned, "seconds_durable": time.monotonic() - started,
+                    "writer": writer, "round": index,
+                    "seconds": returned, "seconds_durable": time.monotonic() - started,
                     "peak_extra_bytes": peak, "page_cache_bytes": cached,
                     "written_bytes": sum(path.stat().st_size for path in files),
                 }
@@ -159,12 +165,13 @@ def summarise(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     table = []
     for writer in dict.fromkeys(row["writer"] for row in per_rank[0]):
         first = [row for row in per_rank[0] if row["writer"] == writer]
+        everyone = [row for rows in per_rank for row in rows if row["writer"] == writer]
         table.append(
             {
                 "writer": writer,
                 "seconds": statistics.median(row["seconds"] for row in first),
                 "seconds_durable": statistics.median(row["seconds_durable"] for row in first),
-                "peak_extra_bytes": max(row["peak_extra_bytes"] for rows in per_rank for row in rows if row["writer"] == writer),
+                "peak_extra_bytes": max(row["peak_extra_bytes"] for row in everyone),
                 "page_cache_bytes": statistics.median(row["page_cache_bytes"] for row in first),
                 "written_bytes": first[0]["written_bytes"],
             }
@@ -188,16 +195,20 @@ def main() -> None:
     table = summarise(per_rank)
     print(f"{'writer':12}{'s':>8}{'durable s':>11}{'peak extra MiB':>16}{'page cache MiB':>16}{'written MB':>12}")
     for row in table:
+        mib = (row["peak_extra_bytes"] / 2**20, row["page_cache_bytes"] / 2**20)
         print(
-            f"{row['writer']:12}{row['seconds']:8.1f}{row['seconds_durable']:11.1f}{row['peak_extra_bytes'] / 2**20:16,.0f}"
-            f"{row['page_cache_bytes'] / 2**20:16,.0f}{row['written_bytes'] / 1e6:12,.0f}"
+            f"{row['writer']:12}{row['seconds']:8.1f}{row['seconds_durable']:11.1f}{mib[0]:16,.0f}{mib[1]:16,.0f}",
+            end="",
         )
+        print(f"{row['written_bytes'] / 1e6:12,.0f}")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    libraries = ("torch", "deepspeed", "transformers", "accelerate")
     document = {
         "benchmark": "save", "what": arguments.what, "millions": arguments.millions, "ranks": RANKS,
         "shape": shape_of(arguments.millions), "date": datetime.date.today().isoformat(),
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip(),
+        "commit": commit.strip(),
         "machine": {"cpus": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "transformers", "accelerate")},
+        "versions": {name: importlib.metadata.version(name) for name in libraries},
         "summary": table, "rounds_by_rank": per_rank,
     }  # fmt: skip
     out = ROOT / "benchmarks" / "results" / f"save-{arguments.what}-{arguments.millions}m.json"

@@ -150,8 +150,8 @@ def _fail_once(run: Run, rank: int, step: str, fault: str) -> dict[str, Any]:
         (0, "weights-started", "enospc"),
         (1, "weights-started", "enospc"),
         (1, "weights-started", "eio"),
-        (0, "weights-written", "enospc"),  # optimizer files, between DeepSpeed's barriers
-        (1, "weights-written", "eio"),
+        (0, "state-started", "enospc"),  # optimizer files, between DeepSpeed's barriers
+        (1, "state-started", "eio"),
         (1, "planned", "slow"),  # longer than the timeout
     ],
     ids=str,
@@ -185,15 +185,21 @@ def test_on_failure_stop_ends_the_run(tmp_path: Path) -> None:
         assert "SaveAborted" in result.error and "rank 1: OSError: [Errno 28]" in result.error
 
 
-def _each_rank_its_own_disk(run: Run, private: str) -> Any:
-    """Under one path every rank sees a folder of its own, as with node-local disks (a private mount per rank)."""
+def _private_mounts() -> Any:
+    """This process's own view of the mounts; returns libc."""
     import ctypes
-
-    from tests.guard.runs import train
 
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.unshare(0x00020000) == 0, "needs CAP_SYS_ADMIN"  # CLONE_NEWNS
     assert libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None) == 0  # MS_REC | MS_PRIVATE
+    return libc
+
+
+def _each_rank_its_own_disk(run: Run, private: str) -> Any:
+    """Under one path every rank sees a folder of its own, as with node-local disks (a private mount per rank)."""
+    from tests.guard.runs import train
+
+    libc = _private_mounts()
     mine = Path(private) / os.environ["RANK"]
     mine.mkdir(parents=True)
     Path(run.output_dir).mkdir(exist_ok=True)
@@ -227,6 +233,57 @@ def _one_shared_disk(run: Run) -> Any:
     from tests.guard.runs import train
 
     return train(run)
+
+
+def _on_a_full_disk(run: Run, kind: str) -> Any:
+    """The run with an output folder that can't take a checkpoint, in this rank's private mounts."""
+    from tests.guard.runs import train
+
+    libc = _private_mounts()
+    place = os.fsencode(run.output_dir)
+    if kind == "full":
+        assert libc.mount(b"tmpfs", place, b"tmpfs", 0, b"size=300k") == 0
+    else:
+        assert libc.mount(place, place, None, 0x1000, None) == 0  # MS_BIND
+        assert libc.mount(b"none", place, None, 0x1000 | 0x20 | 1, None) == 0  # MS_BIND | MS_REMOUNT | MS_RDONLY
+    ended = train(run)
+    return ended["step"], sorted(path.name for path in Path(run.output_dir).iterdir())
+
+
+@pytest.mark.usefixtures("needs_mounts")
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_a_folder_that_cannot_take_the_checkpoint_is_refused_before_anything_is_written(
+    tmp_path: Path, kind: str
+) -> None:
+    run = Run(str(tmp_path / "out"), steps=2, save_steps=1, final_save=False)
+    (tmp_path / "out").mkdir()
+    ends = values(run_ranks(_on_a_full_disk, 1, run, kind))
+    assert ends == [(2, [])]
+
+
+def _vanishing(run: Run) -> Any:
+    import shutil
+
+    from dpofit.train.guard import steps
+
+    from tests.guard.runs import train
+
+    done = []
+
+    def listener(name: str) -> None:
+        if name == "weights-started" and os.environ["RANK"] == "0" and not done:
+            done.append(name)
+            shutil.rmtree(run.output_dir)
+
+    steps.listeners.append(listener)
+    return train(run)["step"]
+
+
+def test_a_folder_that_vanishes_during_a_save_costs_that_save_only(tmp_path: Path) -> None:
+    run = Run(str(tmp_path / "out"), steps=2, final_save=False)
+    assert values(run_ranks(_vanishing, 2, run, env=FAST)) == [2, 2]
+    assert [step for step, _ in folders.checkpoints(tmp_path / "out")] == [2]
+    assert_recoverable(tmp_path / "out", (2,))
 
 
 @pytest.mark.parametrize("renames", range(0, 9))
