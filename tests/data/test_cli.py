@@ -66,7 +66,8 @@ def test_findings_that_stop_training_exit_1(folder: Path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "is no file, no recipe and no data set here"),
+        (["nowhere"], "nowhere: this dataset is not defined. Defined: pairs"),
+        (["nowhere", "dataset_dir=no"], "is no file, no recipe and no data set here"),
         (["data/pairs.jsonl", "cutoff=3"], "says nothing about data"),
         (["data/pairs.jsonl", "cutoff_len=many"], "cutoff_len: is 'many'"),
         (["run.yaml", "stage=sft"], "dpofit data checks preference pairs"),
