@@ -25,6 +25,7 @@ class HeadSpec:
     tied: bool
     outputs_cast_to_fp32: bool  # accelerate's convert_outputs_to_fp32 around an autocast forward (no DeepSpeed)
     shifted_logits_copied: bool  # causal-LM loss before transformers 4.50: shift_logits.contiguous() in fp32
+    own_loss: bool = False  # Qwen 1's modeling_qwen.py: shift_logits.contiguous() and cross-entropy in the logits' bf16
 
 
 def embed(spec: LayerSpec, tape: Tape) -> Value:
@@ -117,6 +118,8 @@ def log_probs(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storag
 def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -> tuple[Value, Storage]:
     """ForCausalLMLoss: fp32 logits, cross-entropy over all positions. Returns the loss and the bf16 logits, which the
     model's output object holds."""
+    if head.own_loss:
+        return _own_causal_lm_loss(spec, tape, output)
     vocab = spec.model.vocab_size
     full = spec.tokens * vocab * FP32
     wide = Value(tape.new("logits.fp32", full, LOGITS), output.needs_grad)
@@ -147,6 +150,36 @@ def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -
     else:
         tape.drop(log_softmax)
     tape.drop(wide.storage, shifted)
+    return loss, output.storage
+
+
+def _own_causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storage]:
+    """Qwen 1: a contiguous copy of the shifted bf16 logits; autocast then takes cross-entropy to fp32."""
+    shifted_bytes = spec.rows * (spec.tokens_per_row - 1) * spec.model.vocab_size * BF16
+    wider = 2 if spec.autocast else 1
+    loss = Value(tape.new("loss", 512, "activations"), output.needs_grad)
+    shifted = tape.new("logits.shifted", shifted_bytes, LOGITS)
+    cast = tape.new("logits.fp32", shifted_bytes * 2, LOGITS) if spec.autocast else None
+    log_softmax = tape.new("logits.log_softmax", shifted_bytes * wider, LOGITS)
+    tape.drop(cast)
+
+    def backward(grad: Storage) -> None:
+        nll = tape.new("logits.grad_nll", log_softmax.size_bytes, LOGITS)
+        softmax_grad = tape.new("logits.grad_log_softmax", log_softmax.size_bytes, LOGITS)
+        tape.drop(nll, log_softmax)
+        if spec.autocast:
+            narrow = tape.new("logits.grad_bf16", shifted_bytes, LOGITS)
+            tape.drop(softmax_grad)
+            softmax_grad = narrow
+        sliced = tape.new("logits.grad_slice", spec.tokens * spec.model.vocab_size * BF16, LOGITS)
+        tape.drop(softmax_grad)
+        tape.give(output, sliced)
+
+    if tape.grad and output.needs_grad:
+        tape.node(loss, [], backward)
+    else:
+        tape.drop(log_softmax)
+    tape.drop(shifted)
     return loss, output.storage
 
 

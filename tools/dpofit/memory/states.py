@@ -30,7 +30,7 @@ class State:
     size_bytes: int
     category: str
     space: Space = "gpu"
-    blocks: int = 1  # pinned memory is rounded block by block
+    blocks: int = 1  # allocations it is made of: pinned ones are rounded each, GPU ones reuse what is free
 
 
 def quantized_layer_bytes(job: Job) -> int:
@@ -106,7 +106,10 @@ def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
     trained = job.trained_parameters
     if zero is None:
         gpu, managed = adam_bytes(job, trained)
-        states = [State("adam", gpu, "optimizer"), State("adam_paged", managed, "optimizer", "host_pageable")]
+        states = [
+            State("adam", gpu, "optimizer", blocks=2 * trained_tensors(job)),
+            State("adam_paged", managed, "optimizer", "host_pageable"),
+        ]
         if world > 1:  # DDP's buckets (torch/csrc/distributed/c10d/reducer.cpp; gradient_as_bucket_view is off)
             states.append(State("ddp_buckets", trained * job.trained_bytes, "gradients"))
         return states
@@ -124,9 +127,10 @@ def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
         if zero.stage == 3:
             states.append(State("grad_partition", share * BF16, "gradients", pinned))
     else:
+        subgroups = math.ceil(share / sizes.sub_group) if zero.stage == 3 else 1
         states = [
-            State("master", share * FP32, "optimizer"),
-            State("adam", gpu, "optimizer"),
+            State("master", share * FP32, "optimizer", blocks=subgroups),
+            State("adam", gpu, "optimizer", blocks=2 * subgroups),
             State("adam_paged", managed, "optimizer", "host_pageable"),
         ]
         if zero.stage == 3:
@@ -141,3 +145,8 @@ def parameter_tensors(job: Job) -> int:
     linears = sum(2 if linear.bias else 1 for linear in job.model.linears)
     norms = 4 if job.model.qk_norm else 2
     return job.model.layers * (linears + norms) + (2 if job.model.tied_embeddings else 3)
+
+
+def trained_tensors(job: Job) -> int:
+    """How many tensors are trained: the optimizer's states and temporaries come tensor by tensor."""
+    return parameter_tensors(job) if job.full else 2 * job.model.layers * len(job.lora_targets)

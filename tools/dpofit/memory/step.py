@@ -11,7 +11,7 @@ from dpofit.memory.parts import Part, evaluation, micro_batch
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Phase, Program, Repeat
 from dpofit.memory.spec import BF16, FP32
-from dpofit.memory.states import State, base_weight_bytes, optimizer_states, weight_states
+from dpofit.memory.states import State, base_weight_bytes, optimizer_states, trained_tensors, weight_states
 from dpofit.memory.tape import Mark
 from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
 from dpofit.memory.zero3 import ModuleIds, persistent_elements
@@ -73,6 +73,10 @@ def _allocate(states: list[State]) -> Items:
             block = math.ceil(state.size_bytes / state.blocks)
             rounded = pinned_block_bytes(block) * state.blocks
             events.append(Event(state.tag, rounded, state.category, state.space))
+        elif state.size_bytes and state.space == "gpu" and state.blocks > 1:
+            block, rest = divmod(state.size_bytes, state.blocks)
+            sizes = [block + (number < rest) for number in range(state.blocks)]
+            events += [Event(f"{state.tag}.{number}", size, state.category) for number, size in enumerate(sizes)]
         elif state.size_bytes:
             events.append(Event(state.tag, state.size_bytes, state.category, state.space))
     return events
@@ -193,7 +197,8 @@ def _step(
     return phases
 
 
-def _end(event: Event) -> Event | Repeat:
+def _end(event: Event | Repeat) -> Event | Repeat:
+    assert isinstance(event, Event)
     return event._replace(size_bytes=-event.size_bytes)
 
 
@@ -244,7 +249,9 @@ def _optimizer_step(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -
     zero = job.recipe.zero
     if zero is None:
         if foreach:  # torch/optim/adamw.py _multi_tensor_adamw: exp_avg_sq_sqrt of all parameters at once
-            items += _pair("foreach", trained * (BF16 if job.recipe.pure_bf16 else FP32), "optimizer_workspace")
+            size_bytes = trained * (BF16 if job.recipe.pure_bf16 else FP32)
+            square_roots = _allocate([State("foreach", size_bytes, "optimizer_workspace", blocks=trained_tensors(job))])
+            items += [*square_roots, *map(_end, square_roots)]
         return items
     if zero.offload_optimizer == "cpu":
         return items
