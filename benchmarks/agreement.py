@@ -1,0 +1,163 @@
+"""The closed form against the trace, phase by phase, on a grid of jobs: `python benchmarks/agreement.py [--quick]`.
+
+Both routes give allocated bytes; they share only the event format. Writes benchmarks/results/agreement.json and prints a
+table of the worst. Needs the training stack (requirements.txt), no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from dpofit.hardware.cluster import Cluster
+from dpofit.hardware.gpus import find_gpu
+from dpofit.memory.job import Job, Lengths, Stack
+from dpofit.memory.meter import phase_peaks
+from dpofit.memory.predict import predict
+from dpofit.models.known import find_model
+from dpofit.recipe.recipe import Recipe, ZeroConfig
+
+RESULTS = Path(__file__).parent / "results" / "agreement.json"
+COMPARED = ("forward", "reference_forward", "loss", "backward", "optimizer_step")
+TRACED_LAYERS = 4
+
+ZERO = {
+    "none": None,
+    "z2": ZeroConfig("z2", 2, overlap_comm=False),
+    "z2_offload": ZeroConfig("z2_offload", 2, offload_optimizer="cpu", optimizer_pin_memory=True),
+    "z3": ZeroConfig(
+        "z3", 3, reduce_bucket_size="auto", prefetch_bucket_size="auto", param_persistence_threshold="auto"
+    ),
+    "z3_offload": ZeroConfig(
+        "z3_offload", 3, offload_optimizer="cpu", offload_param="cpu", optimizer_pin_memory=True,
+        param_pin_memory=True, reduce_bucket_size="auto", prefetch_bucket_size="auto",
+        param_persistence_threshold="auto",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One job of the grid, by name."""
+
+    model: str
+    stage: str = "dpo"
+    pref_loss: str = "sigmoid"
+    finetuning: str = "full"
+    zero: str = "none"
+    pure_bf16: bool = False
+    checkpointing: str = "reentrant"
+    liger: bool = False
+    attention: str = "sdpa"
+    padded: bool = True
+    pairs: int = 1
+    tokens: int = 2048
+    optim: str = "adamw_torch_fused"
+
+    def job(self) -> Job:
+        recipe = Recipe(
+            name="grid", source=Path("grid.yaml"), settings={}, model=self.model, stage=self.stage,
+            finetuning=self.finetuning, zero=ZERO[self.zero], micro_batch=self.pairs, cutoff_len=self.tokens,
+            pref_loss=self.pref_loss, bf16=not self.pure_bf16, pure_bf16=self.pure_bf16,
+            gradient_checkpointing=self.checkpointing != "none", use_unsloth_gc=self.checkpointing == "unsloth",
+            liger=self.liger, flash_attn=self.attention, optim=self.optim,
+        )  # fmt: skip
+        shape = find_model(self.model)
+        world = 1 if self.zero == "none" else 8
+        cluster = Cluster(find_gpu("a100-80g"), nodes=1, gpus_per_node=world)
+        lengths = Lengths(
+            prompt=self.tokens // 2, chosen=self.tokens // 2, rejected=self.tokens // 2, padded=self.padded
+        )
+        return Job(recipe, replace(shape, layers=TRACED_LAYERS), cluster, lengths, Stack())
+
+
+def grid() -> Iterator[Point]:
+    """Every choice against every other where it can matter."""
+    for model, finetuning in product(
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"), ("full", "lora")
+    ):
+        for checkpointing, liger in product(("reentrant", "unsloth", "none"), (False, True)):
+            yield Point(model, finetuning=finetuning, pure_bf16=True, checkpointing=checkpointing, liger=liger)
+        for attention, padded in (("sdpa", False), ("fa2", False), ("disabled", True)):
+            yield Point(model, finetuning=finetuning, pure_bf16=True, attention=attention, padded=padded)
+        for pref_loss in ("orpo", "simpo"):
+            yield Point(model, finetuning=finetuning, pure_bf16=True, pref_loss=pref_loss)
+        for liger in (False, True):
+            yield Point(model, finetuning=finetuning, stage="sft", liger=liger, pure_bf16=True)
+            yield Point(model, finetuning=finetuning, stage="sft", liger=liger)
+            yield Point(model, finetuning=finetuning, liger=liger)
+        for pairs, tokens in ((1, 512), (2, 1024), (4, 4096)):
+            yield Point(model, finetuning=finetuning, pure_bf16=True, pairs=pairs, tokens=tokens, padded=False)
+        for zero in ("z2", "z2_offload", "z3", "z3_offload"):
+            for liger in (False, True):
+                yield Point(model, finetuning=finetuning, zero=zero, liger=liger)
+        yield Point(model, finetuning=finetuning, pure_bf16=True, optim="adamw_torch")
+
+
+def compare(point: Point) -> dict[str, Any]:
+    """Steady-state peaks of one point by both routes."""
+    from dpofit.trace.job import trace_job
+
+    job = point.job()
+    start = time.perf_counter()
+    predicted = {name: peak.size_bytes for name, peak in predict(job).gpu.phases.items() if name in COMPARED}
+    middle = time.perf_counter()
+    traced: dict[str, int] = {}
+    for peak in phase_peaks(trace_job(job), frozenset({"gpu"})):
+        if peak.step == 2 and peak.phase in COMPARED:
+            traced[peak.phase] = max(peak.size_bytes, traced.get(peak.phase, 0))
+    return {
+        "point": {field: getattr(point, field) for field in Point.__dataclass_fields__},
+        "predicted_bytes": predicted,
+        "traced_bytes": traced,
+        "seconds": [round(middle - start, 3), round(time.perf_counter() - middle, 3)],
+    }
+
+
+def errors(row: dict[str, Any]) -> tuple[float, str, float, bool]:
+    """(relative error of the peak, worst phase, its error, same winning phase)."""
+    predicted, traced = row["predicted_bytes"], row["traced_bytes"]
+    of_phase = {name: predicted.get(name, 0) / traced[name] - 1 for name in traced}
+    worst = max(of_phase, key=lambda name: abs(of_phase[name]))
+    of_peak = max(predicted.values()) / max(traced.values()) - 1
+    same = max(predicted, key=predicted.__getitem__) == max(traced, key=traced.__getitem__)
+    return of_peak, worst, of_phase[worst], same
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="every 12th point")
+    parser.add_argument("--only", help="a Python expression over p (a Point), e.g. \"p.zero == 'z3'\"")
+    options = parser.parse_args()
+    points = list(grid())[:: 12 if options.quick else 1]
+    if options.only:
+        points = [point for point in points if eval(options.only, {"p": point})]
+    rows = []
+    for number, point in enumerate(points, 1):
+        try:
+            row = compare(point)
+        except Exception as problem:  # one point must not cost the others; it's reported
+            print(f"{point}: {type(problem).__name__}: {str(problem)[:300]}", file=sys.stderr)
+            continue
+        rows.append(row)
+        of_peak, worst, of_worst, same = errors(row)
+        print(
+            f"{number}/{len(points)} {of_peak:+.2%} {worst} {of_worst:+.2%} {'' if same else 'OTHER PHASE'} {point}",
+            flush=True,
+        )
+    if not options.only and not options.quick:
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    within = sum(abs(errors(row)[0]) <= 0.01 for row in rows)
+    print(f"{len(rows)} points; peak within 1%: {within}; every phase within 2%: "
+          f"{sum(abs(errors(row)[2]) <= 0.02 for row in rows)}; same winning phase: {sum(errors(row)[3] for row in rows)}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
