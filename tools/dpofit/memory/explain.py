@@ -99,7 +99,7 @@ def _host_sums(job: Job, breakdown: object, phase: str) -> list[Sum]:
     ranks = job.cluster.gpus_per_node
     share = math.ceil(job.trained_parameters / job.world_size)
     texts = {
-        "processes": f"{ranks} ranks x {format_gib(PROCESS_BYTES)} of Python, torch and libraries",
+        "processes": f"{ranks} ranks x {format_gib(PROCESS_BYTES)} of Python, torch and libraries, measured",
         "save_rank0": f"native save on rank 0: {job.model.parameters:,} parameters x {BF16} B",
         "save": f"native save, every rank: {base_weight_bytes(job) if job.full else job.trained_parameters * 4:,} B",
         "optimizer": f"{ranks} ranks x {share:,} elements x 12 B (fp32 master, two moments)",
