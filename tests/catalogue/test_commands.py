@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from dpofit.recipe.catalogue import CatalogueEntry, all_recipes, catalogue_root
 
 Run = Callable[..., tuple[int, str, str]]

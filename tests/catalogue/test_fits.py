@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+
 from dpofit.recipe.catalogue import CatalogueEntry, all_recipes
 
 Run = Callable[..., tuple[int, str, str]]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from dpofit.recipe.catalogue import card_of, catalogue_root, recipe_files
 
 pytestmark = pytest.mark.stack

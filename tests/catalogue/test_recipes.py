@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from dpofit.recipe.cards import read_family_card, read_presets
 from dpofit.recipe.catalogue import card_of, catalogue_root
 

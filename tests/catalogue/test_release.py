@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from dpofit.errors import BadInput
 from dpofit.recipe.cards import read_family_card, read_presets
 from dpofit.recipe.catalogue import catalogue_root

@@ -6,6 +6,7 @@ import json
 
 import jsonschema
 import pytest
+
 from dpofit.memory.program import PHASES
 from dpofit.recipe.catalogue import newest, recipe_files
 

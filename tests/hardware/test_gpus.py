@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from dpofit.errors import BadInput
 from dpofit.hardware.gpus import find_gpu, gpu_names
 

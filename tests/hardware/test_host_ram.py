@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+
 from dpofit.hardware.host import bounded_ram, read_host_ram
 
 GIB = 2**30

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from dpofit.hardware.nvml import Reading, tightest, visible
 
 GIB = 2**30

@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from dpofit.memory.allocator import AllocatorEvent, Replay, gpu_events, replay
-from dpofit.memory.caching_allocator import CachingAllocator
-from dpofit.memory.program import Event, Phase, Program, Repeat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_allocator import OutOfMemory, ReferenceAllocator
+
+from dpofit.memory.allocator import AllocatorEvent, Replay, gpu_events, replay
+from dpofit.memory.caching_allocator import CachingAllocator
+from dpofit.memory.program import Event, Phase, Program, Repeat
 
 MIB = 2**20
 

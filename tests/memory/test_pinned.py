@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from dpofit.memory.pinned import pinned_block_bytes
 
 MIB, GIB = 2**20, 2**30

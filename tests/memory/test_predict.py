@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from jobs import job, peaks, tiny, zero
+
 from dpofit.errors import BadInput
 from dpofit.memory.job import STACK_2024, Lengths
 from dpofit.memory.limits import longest_prompt
@@ -12,7 +14,6 @@ from dpofit.memory.predict import predict
 from dpofit.memory.scope import check_scope
 from dpofit.memory.speed import step_time
 from dpofit.memory.stack import parse_stack
-from jobs import job, peaks, tiny, zero
 
 GIB = 2**30
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from jobs import GPU, job, tiny, zero
+
 from dpofit.memory.allocator import replay
 from dpofit.memory.meter import phase_peaks
 from dpofit.memory.program import Program
 from dpofit.memory.step import build_program, plan_steps
 from dpofit.memory.unroll import requests
-from jobs import GPU, job, tiny, zero
 
 KINDS = {
     "full zero3": {"zero": zero(3)},

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dpofit.memory.job import Job, Lengths
-from dpofit.memory.predict import predict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import job, tiny, zero
+
+from dpofit.memory.job import Job, Lengths
+from dpofit.memory.predict import predict
 
 RECIPES = st.fixed_dictionaries(
     {

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from jobs import job, peaks, tiny, zero
+
 from dpofit.memory.disk import disk_use
 from dpofit.memory.host import DRIVER_ALLOWANCE_BYTES, PROCESS_BYTES
 from dpofit.memory.job import STACK_2024
 from dpofit.memory.predict import predict
-from jobs import job, peaks, tiny, zero
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 P72 = 72_706_203_648  # parameters of Qwen2.5-72B, published as 72.7 B

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from dpofit.errors import BadInput
 from dpofit.models.known import find_model, known_models
 

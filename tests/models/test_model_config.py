@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from dpofit.errors import BadInput
 from dpofit.models.config import read_config
 from dpofit.models.shape import ModelShape

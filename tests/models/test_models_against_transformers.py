@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from dpofit.models.config import read_config
 from dpofit.models.known import find_model, known_models
 from dpofit.models.shape import ModelShape
