@@ -10,14 +10,13 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import datasets  # noqa: F401
+import deepspeed
 import deepspeed.ops
 import peft  # noqa: F401
 import torch
 import transformers
 import transformers.trainer
 import transformers.training_args
-
-import deepspeed
 
 torch.set_num_threads(1)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # avoids compiling an operator nobody needs here

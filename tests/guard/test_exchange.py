@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
 from dpofit.train.guard.exchange import Exchange, SaveAborted
 
 pytestmark = pytest.mark.stack

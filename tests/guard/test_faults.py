@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from dpofit.train.guard import folders
 from dpofit.train.guard.manifest import looks_whole
 from dpofit.train.guard.steps import CHECKPOINT_STEPS, FINAL_STEPS
-
 from tests.guard.ranks import run_ranks, values
 from tests.guard.runs import Run, weights
 
@@ -24,7 +24,6 @@ FAST = {"DPOFIT_GUARD_TIMEOUT": "2"}
 def train_and_die(run: Run, victim: int, step: str, occurrence: int) -> None:
     """The run, in which rank `victim` is killed when it comes to `step` for the `occurrence`-th time."""
     from dpofit.train.guard import steps
-
     from tests.guard.runs import train
 
     seen = 0
@@ -95,7 +94,6 @@ def _resumed(run: Run) -> Any:
     from dataclasses import replace
 
     from dpofit.train import guard
-
     from tests.guard.runs import train
 
     guard.install()
@@ -107,7 +105,6 @@ def _fail_once(run: Run, rank: int, step: str, fault: str) -> dict[str, Any]:
     import errno
 
     from dpofit.train.guard import steps, writer
-
     from tests.guard.runs import train
 
     if int(os.environ["RANK"]) == rank:
@@ -265,7 +262,6 @@ def _vanishing(run: Run) -> Any:
     import shutil
 
     from dpofit.train.guard import steps
-
     from tests.guard.runs import train
 
     done = []
@@ -288,7 +284,13 @@ def test_a_folder_that_vanishes_during_a_save_costs_that_save_only(tmp_path: Pat
 
 @pytest.mark.parametrize("renames", range(0, 9))
 def test_a_kill_between_the_final_saves_renames_is_finished_later(tmp_path: Path, renames: int) -> None:
-    for name, content in (("config.json", "old"), ("model-00001-of-00002.safetensors", "old"), ("keep.txt", "mine")):
+    for name, content in (
+        ("config.json", "old"),
+        ("model-00001-of-00002.safetensors", "old"),
+        ("model.safetensors.index.json", "old"),
+        ("keep.txt", "mine"),
+        ("adapter_model.safetensors", "mine"),
+    ):
         (tmp_path / name).write_text(content)
     new = tmp_path / folders.FINAL_NEW
     new.mkdir()
@@ -323,5 +325,6 @@ def test_a_kill_between_the_final_saves_renames_is_finished_later(tmp_path: Path
     left.pop("dpofit-manifest.json")
     assert left == {
         "config.json": "new", "model.safetensors": "new", "tokenizer.json": "new", "keep.txt": "mine",
+        "adapter_model.safetensors": "mine",
     }  # fmt: skip
     assert temporaries(tmp_path) == []

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from dpofit.train.guard.config import GuardConfig, read_config
 from dpofit.train.guard.machine import is_memory_backed, memory_headroom
 from dpofit.train.guard.manifest import uncovered
 from dpofit.train.guard.safetensors_layout import lay_out, read_layout
 from dpofit.units import GIB, MIB
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytestmark = pytest.mark.stack
 
@@ -29,8 +30,9 @@ tensors = st.dictionaries(
 @given(tensors)
 def test_headers_are_the_librarys_byte_for_byte(described: dict[str, tuple[str, list[int]]]) -> None:
     import torch
-    from dpofit.train.guard.plan import dtype_name, dtype_ranks
     from safetensors.torch import save
+
+    from dpofit.train.guard.plan import dtype_name, dtype_ranks
 
     state = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
     ours = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
@@ -49,6 +51,7 @@ def test_a_header_read_back_says_the_same(tmp_path: Path) -> None:
 
 def test_torch_reads_a_bounded_torch_file(tmp_path: Path) -> None:
     import torch
+
     from dpofit.train.guard.torch_file import save_bounded
 
     shared = torch.randn(1000)

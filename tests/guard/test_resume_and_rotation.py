@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dpofit.train.guard import folders
 
+from dpofit.train.guard import folders
 from tests.guard.ranks import run_ranks, values
 from tests.guard.runs import Run, train
 
@@ -84,7 +84,6 @@ def test_every_save_leaves_a_record(tmp_path: Path) -> None:
 
 def best_checkpoint(run: Run) -> Any:
     from dpofit.train import guard
-
     from tests.guard.runs import build_trainer
 
     guard.install()

@@ -19,8 +19,8 @@ PADDED_TOTALS = ("total_size", "total_parameters")  # wrong in the stock index u
 def save_both_ways(run: Run, native: str, guarded: str) -> str:
     """One engine, one set of weights, saved by the stock code and by the guard. Returns the guard's backend."""
     import torch
-    from dpofit.train import guard
 
+    from dpofit.train import guard
     from tests.guard.runs import build_trainer
 
     guard.uninstall()

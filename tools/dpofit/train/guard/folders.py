@@ -18,9 +18,7 @@ FINAL_NEW = ".dpofit-new"  # in the folder of a final save: the new files
 FINAL_PREVIOUS = ".dpofit-prev"  # in the folder of a final save: the files they replace
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_WEIGHTS = re.compile(
-    r"(pytorch_model|model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)|(model|pytorch_model)\.\w+\.index\.json"
-)
+_WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
@@ -123,13 +121,15 @@ def settle_final_save(folder: Path) -> None:
         remove_tree(previous)
         return
     names = {entry.path for entry in manifest.files}
+    # A shard, index or single file of an earlier save would be loaded beside, or instead of, the new ones.
+    stems = {_stem(name) for name in names} - {None}
     started = previous.is_dir()
     previous.mkdir(exist_ok=True)
     for path in sorted(folder.iterdir()):
         name = path.name
         # Once the swap has begun, a name that is no longer in .dpofit-new is a new file that has arrived.
         arrived = started and name in names and not (new / name).exists()
-        if path.is_file() and not arrived and (name in names or name == MANIFEST_NAME or _WEIGHTS.fullmatch(name)):
+        if path.is_file() and not arrived and (name in names or name == MANIFEST_NAME or _stem(name) in stems):
             path.rename(previous / name)
     fsync_folder(folder)
     for name in sorted(names):
@@ -141,6 +141,11 @@ def settle_final_save(folder: Path) -> None:
     fsync_folder(folder)
     remove_tree(new)
     remove_tree(previous)
+
+
+def _stem(name: str) -> str | None:
+    match = _WEIGHTS.fullmatch(name)
+    return match[1] if match else None
 
 
 def remove_tree(path: Path) -> None:
