@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+
 from dpofit.doctor.cause import Report, report
 from dpofit.doctor.knowledge import load
 from dpofit.doctor.scan import Scan

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from dpofit.doctor.checks import EVENT_CHECKS, LOGS_CHECKS
 from dpofit.doctor.health import HEALTH_CHECKS
 from dpofit.doctor.knowledge import FOLDER, load, pattern_problems, projected, required_literals
 from dpofit.doctor.probes import all_probes
 from dpofit.errors import BadInput
-
 from tests.doctor.conftest import ids, several_logs
 
 ROOT = Path(__file__).parents[2]

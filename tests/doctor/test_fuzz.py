@@ -6,10 +6,10 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from dpofit.doctor.knowledge import load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpofit.doctor.knowledge import load
 from tests.doctor.conftest import ids, read
 
 LOGS = Path(__file__).parents[1] / "fixtures" / "logs"

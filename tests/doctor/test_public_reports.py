@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dpofit.doctor.knowledge import load
 
+from dpofit.doctor.knowledge import load
 from tests.doctor.conftest import ids, read
 
 CASES = json.loads((Path(__file__).parents[2] / "benchmarks/cases/reports_logs.json").read_text(encoding="utf-8"))

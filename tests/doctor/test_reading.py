@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from dpofit.doctor import read as reading
 from dpofit.doctor.diagnose import diagnose
 from dpofit.errors import BadInput
-
 from tests.doctor.conftest import ids, read
 
 OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 8.76 GiB. GPU 3 has a total\n"

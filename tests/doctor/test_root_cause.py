@@ -88,6 +88,9 @@ NOTHING = {
     "a run that failed, fixed and run again to its end": RUNNING + OOM + failed(1) + LAUNCH + BEGIN + at(99) + END,
     "a run that failed, run again and still going": RUNNING + OOM + failed(1) + LAUNCH + BEGIN + at(50),
     "an OOM that was caught: training went on": RUNNING + OOM + at(60),
+    "an import that failed and was done without": (
+        LAUNCH + "ModuleNotFoundError: No module named 'apex'\n" + BEGIN + at(5) + "\n" + failed(1)
+    ),
     "an OOM that was retried to a good end": RUNNING + OOM + at(99) + "\n" + DONE,
     "a warning about OOM": RUNNING + "[WARNING] this may end in CUDA out of memory, less cutoff_len\n" + at(99) + END,
     "ranks hanging up after a good end": RUNNING + at(100) + "\n" + DONE + PEER,

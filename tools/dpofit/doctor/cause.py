@@ -139,11 +139,15 @@ def _explains(case: Case, other: Case) -> bool:
 def _recovered(case: Case, logs: Sequence[LogFacts]) -> bool:
     """The same run went on well after it: caught and retried, or mere noise of a good end."""
     log, place = logs[case.log], case.event.place
+    run_begin = max((launch.offset for launch in log.launches if launch.offset < place.offset), default=-1)
     run_end = next((launch.offset for launch in log.launches if launch.offset > place.offset), log.size_bytes + 1)
     if any(place.offset < done.offset < run_end for done in log.done):
         return True
-    if any(place.offset < start.offset < run_end for start in log.starts):
-        return False  # a new attempt: this one had failed
+    next_start = next((start.offset for start in log.starts if place.offset < start.offset < run_end), None)
+    if next_start is not None:  # before the first training loop: the run got past it; else a new attempt began
+        begun = any(run_begin < start.offset < place.offset for start in log.starts)
+        marks = [*log.failures, *log.restarts]
+        return not begun and not any(place.offset < mark.offset < next_start for mark in marks)
     last_run = run_end > log.size_bytes
     at_end = log.progress if last_run and log.progress and log.progress[1] == place.steps else None
     if at_end and place.step is not None and at_end[0] > place.step + MOVED_ON_STEPS:
