@@ -21,10 +21,63 @@ import tempfile
 import time
 from pathlib import Path
 
-WORDS = (
-    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which "
-    "one you were her all she there would their we him been has when who will more no if out so said what up its about"
-).split()
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "for",
+    "it",
+    "as",
+    "was",
+    "with",
+    "be",
+    "by",
+    "on",
+    "not",
+    "he",
+    "his",
+    "but",
+    "at",
+    "are",
+    "this",
+    "have",
+    "from",
+    "or",
+    "had",
+    "an",
+    "they",
+    "which",
+    "one",
+    "you",
+    "were",
+    "her",
+    "all",
+    "she",
+    "there",
+    "would",
+    "their",
+    "we",
+    "him",
+    "been",
+    "has",
+    "when",
+    "who",
+    "will",
+    "more",
+    "no",
+    "if",
+    "out",
+    "so",
+    "said",
+    "what",
+    "up",
+    "its",
+    "about",
+]
 
 
 def write_pairs(path: Path, pairs: int) -> None:

@@ -211,6 +211,17 @@ LATE = [  # 11 MB of rows, then three of another kind
 ]  # fmt: skip
 
 
+ANY = "whatever, so long as both sides agree"
+FOLDERS = [  # two files; which of them comes first, and so decides the types, is up to os.listdir
+    ("columns differ", [A], [{**A, "chosen": "c", "x": "s"}]),
+    ("text and number", [{**A, "x": 1}], [{**A, "chosen": "c", "x": "s"}]),
+    ("null and text", [{**A, "x": None}], [{**A, "chosen": "c", "x": "s"}]),
+    ("objects with more keys", [{**A, "x": {"a": 1}}], [{**A, "chosen": "c", "x": {"a": 1, "b": 2}}]),
+    ("answers text and list", [A], [{**A, "chosen": ["c"]}]),
+    ("the same columns", [A], [{**A, "chosen": "c"}]),
+]
+
+
 def compare(case: Case, folder: Path, name: str, model: Path) -> None:
     """Both sides on one file: stopped or not, and how many pairs."""
     info = {"file_name": name, **case.info}
@@ -233,6 +244,8 @@ def compare(case: Case, folder: Path, name: str, model: Path) -> None:
         for row, (prompt, chosen, rejected) in zip(real.rows, lengths, strict=True):
             assert len(row["chosen_input_ids"]) == prompt + chosen or not ours.run.lengths.all_exact
             assert len(row["rejected_input_ids"]) == prompt + rejected or not ours.run.lengths.all_exact
+    if case.finds == ANY:
+        return
     if case.finds:
         assert f"data.{case.finds}" in ids
     else:
@@ -263,6 +276,18 @@ def test_rows(case: Case, name: str, tmp_path: Path, model_folder: Path):
 def test_files(name: str, case: Case, tmp_path: Path, model_folder: Path):
     write(tmp_path / name, case.content)
     compare(case, tmp_path, name, model_folder)
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet"])
+@pytest.mark.parametrize(("what", "one", "other"), FOLDERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_folders(what: str, one: list, other: list, suffix: str, tmp_path: Path, model_folder: Path):
+    import pyarrow
+
+    (tmp_path / "m").mkdir()
+    for name, rows in (("a", one), ("b", other)):
+        content = parquet(**pyarrow.Table.from_pylist(rows).to_pydict()) if suffix == "parquet" else rows
+        write(tmp_path / "m" / f"{name}.{suffix}", content)
+    compare(Case(what, None, ALPACA, ANY), tmp_path, "m", model_folder)
 
 
 @pytest.mark.parametrize(("name", "case"), LATE, ids=lambda value: getattr(value, "what", value))

@@ -11,7 +11,6 @@ import pytest
 
 from .helpers import dpofit, pair, write_rows
 
-pytest.importorskip("datasketch")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,7 +41,18 @@ def test_a_recipe_gives_its_data_set_template_and_cutoff(folder: Path):
     missing = next(f for f in document["findings"] if f["id"] == "data.answer-missing")
     assert missing["evidence"] == [{"where": "pairs.jsonl:6", "text": "chosen is missing or null"}]
     assert missing["confidence"] == "certain" and missing["rows"] == 1
-    assert {"id", "severity", "title", "evidence", "cause", "fix", "confidence", "basis", "rows"} == missing.keys()
+    assert {
+        "id",
+        "severity",
+        "title",
+        "evidence",
+        "cause",
+        "fix",
+        "confidence",
+        "basis",
+        "rows",
+        "entry",
+    } == missing.keys()
 
 
 def test_an_override_wins_over_the_recipe(folder: Path):
@@ -67,7 +77,7 @@ def test_findings_that_stop_training_exit_1(folder: Path):
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere: this dataset is not defined. Defined: pairs"),
-        (["nowhere", "dataset_dir=no"], "is no file, no recipe and no data set here"),
+        (["nowhere", "dataset_dir=no/such"], "is no file, no recipe and no data set here"),
         (["data/pairs.jsonl", "cutoff=3"], "says nothing about data"),
         (["data/pairs.jsonl", "cutoff_len=many"], "cutoff_len: is 'many'"),
         (["run.yaml", "stage=sft"], "dpofit data checks preference pairs"),
@@ -78,6 +88,7 @@ def test_findings_that_stop_training_exit_1(folder: Path):
         (["data/pairs.jsonl", "--lengths-out", "no/l.jsonl"], "there is no folder no"),
         (["data/pairs.jsonl", "--logps", "data/pairs.jsonl"], "is not a row of log-probabilities"),
         (["data"], "is a dataset_dir"),
+        (["data/dataset_info.json"], "lists data sets and is none itself"),
     ],
 )
 def test_bad_input_exits_2_and_says_what_would_be_right(folder: Path, arguments: list[str], said: str):

@@ -10,8 +10,6 @@ import pytest
 
 from .helpers import check, finding, ids, pair, sentence, write_rows
 
-pytest.importorskip("datasketch")
-
 SOUND = [pair(n) for n in range(120)]
 DECLARED = {"ranking": True, "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}}
 
@@ -67,6 +65,13 @@ def test_a_prompt_with_one_word_changed_is_a_near_copy(data: Path):
     near = {**pair(501), "instruction": " ".join([*words[:40], "otherwise", *words[41:]])}
     found = finding(check(write_rows(data, [*SOUND, long, near])), "near-duplicates")
     assert {evidence.where for evidence in found.evidence} == {"d.jsonl:121", "d.jsonl:122"}
+
+
+def test_a_shared_system_message_or_preamble_makes_no_near_copies(data: Path):
+    declare(data.parent, columns={**DECLARED["columns"], "system": "system"})
+    preamble = sentence("preamble", 2000)
+    rows = [{**pair(n), "system": preamble, "instruction": f"{preamble} {sentence(n, 400)}"} for n in range(120)]
+    assert "near-duplicates" not in ids(check(write_rows(data, rows)))
 
 
 def test_prompts_of_the_evaluation_set_are_found_in_the_training_set(data: Path):

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+
 from dpofit.data.fix import FixPlan
 
 from .helpers import check, dpofit, pair, sentence, write_rows
-
-pytest.importorskip("datasketch")
 
 INFO = {"file_name": "d.jsonl", "ranking": True}
 INFO["columns"] = {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}

@@ -6,11 +6,12 @@ import json
 import tracemalloc
 from pathlib import Path
 
-import dpofit.data.rows as module
 import pytest
-from dpofit.data.rows import LoadFailure, first_chunk_lines, is_json_lines, read_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import dpofit.data.rows as module
+from dpofit.data.rows import LoadFailure, first_chunk_lines, is_json_lines, read_rows
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 ROWS = st.lists(st.dictionaries(TEXT, st.one_of(TEXT, st.lists(TEXT, max_size=2), st.none()), max_size=3), min_size=1)

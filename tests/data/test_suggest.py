@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+
 from dpofit.data.suggest import suggest
 
 from .helpers import check, finding, write_rows
-
-pytest.importorskip("datasketch")
 
 H, G = {"from": "human", "value": "q"}, {"from": "gpt", "value": "x"}
 U, A, B = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "x"), ("assistant", "y")))

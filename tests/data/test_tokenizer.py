@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from dpofit.data.tokenizer import Tokenizer, load_tokenizer
 
 from .conftest import write_tokenizer

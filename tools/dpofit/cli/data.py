@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -96,10 +97,15 @@ def command(
     result = check_data(target, overrides or [], _progress, logps, to_fix)
     cutoff_len = result.source.settings.cutoff_len
     basis = result.counter.basis
-    if result.run.pairs and lengths_out is not None:
-        write_lengths(result.run, lengths_out)
-    if result.run.pairs and plot is not None:
-        plot_lengths(result.run.lengths, result.source.name, basis, cutoff_len, plot)
+    if not result.run.pairs:
+        for path in (lengths_out, plot):
+            if path is not None:
+                print(f"no pairs, so {path} is not written", file=sys.stderr)
+    else:
+        if lengths_out is not None:
+            write_lengths(result.run, lengths_out)
+        if plot is not None:
+            plot_lengths(result.run.lengths, result.source.name, basis, cutoff_len, plot)
     if as_json:
         document = document_of(result.run, result.findings, basis, cutoff_len, result.fixed)
         print(json.dumps(document, ensure_ascii=False, indent=2))

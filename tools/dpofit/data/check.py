@@ -85,10 +85,11 @@ class Pass:
 
     def read(self, dataset: Dataset, advance: Advance) -> None:
         """Go through every row of a data set; a file that does not load is noted and left."""
+        first: ColumnKinds | None = None
         for path in dataset.files:
             facts = FileFacts(dataset, path)
             self.files.append(facts)
-            kinds = ColumnKinds(*_typing_rule(path))
+            kinds = ColumnKinds(path.name, *_typing_rule(path))
             try:
                 for number, row in read_rows(path, advance):
                     facts.rows += 1
@@ -100,6 +101,10 @@ class Pass:
                 facts.failure = failure
             self._measure()
             facts.conflicts, facts.columns = kinds.conflicts, kinds.columns
+            if first is None:
+                first = kinds
+            else:
+                facts.conflicts += kinds.against(first)
 
     def _take(self, row: Row, number: int, facts: FileFacts) -> None:
         where = f"{facts.path.name}:{number}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dpofit.findings import Evidence, Finding, Severity
 
@@ -41,6 +41,7 @@ class DataFinding(Finding):
     confidence: Confidence = "certain"
     basis: str = ""
     rows: int = 0
+    entry: Mapping[str, Any] | None = None  # the dataset_info.json entry that the fix suggests
 
 
 def found(
@@ -50,6 +51,7 @@ def found(
     words: Mapping[str, str] | None = None,
     rows: int = 0,
     fix: str = "",
+    entry: Mapping[str, Any] | None = None,
 ) -> DataFinding:
     """The finding of one check, with its texts filled in."""
     check, words = CHECKS[check_id], words or {}
@@ -63,6 +65,7 @@ def found(
         confidence=check.confidence,
         basis=basis,
         rows=rows,
+        entry=entry,
     )
 
 
@@ -82,8 +85,8 @@ _ALL = (
         "Make the column one type or remove it; --fix OUT writes only the columns that are used.", _JSON,
     ),
     Check(
-        "late-column", "error", "certain", "column {column} first has a value after the first 10 MiB of a JSON lines file",
-        "JSON lines are read 10 MiB at a time and later parts are cast to the types of the first, where this column was absent or empty.",
+        "late-column", "error", "certain", "column {column} has no value where its type is decided, and has one later",
+        "Later parts are cast to the types of the first, where this column was absent or empty: the first 10 MiB of JSON lines, the first file (in the order of os.listdir) of a folder.",
         "Give every row the column with a value of its type ('' for text), or move such a row to the top; --fix OUT does the former.", _JSON,
     ),
     Check(

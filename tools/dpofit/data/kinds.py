@@ -15,23 +15,27 @@ _KINDS: dict[type, Kind] = {
     dict: "object",
     bytes: "binary",
 }
+ABSENT = "absent or empty"
 MAX_CONFLICTS = 20
 MAX_PATHS = 10_000  # objects used as maps, one key per row, would otherwise grow without bound
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """One column that the loader cannot give one type, with the rows that disagree (counted from 1)."""
+    """One column that the loader cannot give one type, and where (`file:row`) the two kinds stand.
+
+    `first` is ABSENT when the column has no value where its type is decided.
+    """
 
     column: str
     first: str
-    first_row: int
+    first_where: str
     second: str
-    second_row: int
+    second_where: str
 
 
 class ColumnKinds:
-    """Feed it every row; `conflicts` are what `datasets` 4.0.0 fails on.
+    """Feed it every row of one file; `conflicts` are what `datasets` 4.0.0 fails on.
 
     JSON: pyarrow "changed from string to number", or pandas' "Conversion failed for column". JSON lines are
     read 10 MiB at a time and later chunks are cast to the types of the first, so there a column that is new,
@@ -39,8 +43,9 @@ class ColumnKinds:
     in chunks of 10,000 rows, except that numbers do turn into text.
     """
 
-    def __init__(self, first_chunk: int | None = None, text_wins: bool = False) -> None:
-        """`first_chunk`: rows that fix the types, None when all do. `text_wins`: CSV's rule."""
+    def __init__(self, name: str, first_chunk: int | None = None, text_wins: bool = False) -> None:
+        """`name`: of the file. `first_chunk`: rows that fix the types, None when all do. `text_wins`: CSV's rule."""
+        self._name = name
         self.conflicts: list[Conflict] = []
         self.columns: set[str] = set()  # every path seen with a key, `a`, `a.b`, `a[].b`
         self._kinds: dict[str, tuple[str, int]] = {}
@@ -56,7 +61,7 @@ class ColumnKinds:
         if path not in self.columns and len(self.columns) < MAX_PATHS:
             self.columns.add(path)
             if late and "[" not in path and value is None:
-                self._conflict(path, "absent", 1, "null", number)
+                self._conflict(path, ABSENT, 1, "null", number)
         if value is None:
             return
         kind = _KINDS.get(type(value), type(value).__name__)
@@ -65,7 +70,7 @@ class ColumnKinds:
             if len(self._kinds) < MAX_PATHS:
                 self._kinds[path] = (kind, number)
             if late:
-                self._conflict(path, "absent or empty", 1, kind, number)
+                self._conflict(path, ABSENT, 1, kind, number)
         elif known[0] != kind and not (self._text_wins and known[0] == "string"):
             self._conflict(path, known[0], known[1], kind, number)
         if kind == "object":
@@ -76,7 +81,21 @@ class ColumnKinds:
             for item in value:
                 self._see(inside, item, number, late)
 
+    def against(self, first: ColumnKinds) -> list[Conflict]:
+        """What keeps this file from being cast to the types of the data set's first file."""
+        out = []
+        for path, (kind, number) in self._kinds.items():
+            known, where = first._kinds.get(path), f"{self._name}:{number}"
+            if known is None:
+                out.append(Conflict(path, ABSENT, first._name, kind, where))
+            elif known[0] != kind and not (known[0] == "string" and kind in ("number", "boolean")):
+                out.append(Conflict(path, known[0], f"{first._name}:{known[1]}", kind, where))
+        empty = sorted(self.columns - first.columns - self._kinds.keys())
+        out += [Conflict(path, ABSENT, first._name, "null", self._name) for path in empty if "[" not in path]
+        return out[:MAX_CONFLICTS]
+
     def _conflict(self, column: str, first: str, first_row: int, second: str, second_row: int) -> None:
         new = all(conflict.column != column for conflict in self.conflicts)
         if new and len(self.conflicts) < MAX_CONFLICTS:
-            self.conflicts.append(Conflict(column, first, first_row, second, second_row))
+            first_where, second_where = f"{self._name}:{first_row}", f"{self._name}:{second_row}"
+            self.conflicts.append(Conflict(column, first, first_where, second, second_where))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from dpofit.data.check import Pass
@@ -66,7 +67,12 @@ def print_report(run: Pass, found: list[DataFinding], name: str, basis: str, fix
         if finding.rows > len(finding.evidence):
             console.print(f"    … {finding.rows:,} in all", style="dim")
         console.print(f"  why: {escape(finding.cause)}")
-        console.print(f"  fix: {escape(finding.fix)}", soft_wrap=False)
+        if finding.entry:
+            console.print(f"  fix: {escape(finding.fix.split(': {', 1)[0])}:")
+            entry = json.dumps(finding.entry, indent=2, ensure_ascii=False)
+            console.print("\n".join(f"    {line}" for line in entry.splitlines()), markup=False)
+        else:
+            console.print(f"  fix: {escape(finding.fix)}")
         console.print(f"  sure: {finding.confidence}, from {escape(finding.basis)}", style="dim")
     if not found:
         console.print("\nno findings")

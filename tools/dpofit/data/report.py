@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dpofit.data.check import EXAMPLES, FileFacts, Pass, Tally
 from dpofit.data.checks import CHECKS, DataFinding, found
 from dpofit.data.duplicates import near_copies
+from dpofit.data.kinds import ABSENT, Conflict
 from dpofit.data.quality import LONGER_SHARE, SEPARABLE_SHARE, TINY_EDIT_SHARE, LengthBias, PolicyView, edits, style
-from dpofit.data.spec import Spec
-from dpofit.data.suggest import Suggestion, suggest
+from dpofit.data.rows import Row
+from dpofit.data.spec import Dataset, Spec
+from dpofit.data.suggest import suggest
 from dpofit.findings import Evidence
 
 # Reasons for which convert() gives no pair; the rest of the tallies are about usable pairs.
@@ -51,62 +54,108 @@ def _file_findings(run: Pass) -> Iterator[DataFinding]:
         if failure is not None:
             seen = (Evidence(failure.where, failure.why),)
             yield found("load-failed", seen, READ_ALL, {"why": failure.why}, fix=failure.fix)
-        yield from _conflicts(facts)
-        if facts.rows:
-            yield from _declaration(facts, run)
+        for conflict in facts.conflicts:
+            yield _conflict(conflict)
+    for group in _groups(run):
+        if group.rows:
+            yield from _declaration(group)
     if run.rows and not run.pairs:
-        fix = next((text for facts in run.files if (text := _mapping(suggest(facts.first_rows), facts))), "")
-        fix = fix or "Give each row a prompt, a chosen and a rejected answer."
+        entry = next((entry for group in _groups(run) if (entry := group.suggested)), NOTHING_SUGGESTED)
+        fix = entry.text or "Give each row a prompt, a chosen and a rejected answer."
         seen = (Evidence(run.files[0].path.name, f"{run.rows:,} rows"),)
-        yield found("no-usable-rows", seen, READ_ALL, rows=run.rows, fix=fix)
+        yield found("no-usable-rows", seen, READ_ALL, rows=run.rows, fix=fix, entry=entry.entry)
 
 
-def _conflicts(facts: FileFacts) -> Iterator[DataFinding]:
-    name = facts.path.name
-    for c in facts.conflicts:
-        second = Evidence(f"{name}:{c.second_row}", f"{c.column}: {c.second}")
-        if c.first.startswith("absent"):
-            yield found("late-column", (second,), READ_ALL, {"column": c.column})
-        else:
-            first = Evidence(f"{name}:{c.first_row}", f"{c.column}: {c.first}")
-            words = {"column": c.column, "first": c.first, "second": c.second}
-            yield found("mixed-types", (first, second), READ_ALL, words)
+def _conflict(conflict: Conflict) -> DataFinding:
+    second = Evidence(conflict.second_where, f"{conflict.column}: {conflict.second}")
+    if conflict.first == ABSENT:
+        return found("late-column", (second,), READ_ALL, {"column": conflict.column})
+    first = Evidence(conflict.first_where, f"{conflict.column}: {conflict.first}")
+    words = {"column": conflict.column, "first": conflict.first, "second": conflict.second}
+    return found("mixed-types", (first, second), READ_ALL, words)
 
 
-def _declaration(facts: FileFacts, run: Pass) -> Iterator[DataFinding]:
-    dataset, spec = facts.dataset, facts.dataset.spec
-    where = f"{dataset.declared_in.name if dataset.declared_in else 'guessed'}: {dataset.name}"
-    suggestion = suggest(facts.first_rows)
-    if dataset.declared_in is None:
-        text = _mapping(suggestion, facts) or "Name the columns in a dataset_info.json entry."
-        yield found(
-            "format-guessed", (Evidence(facts.path.name, f"{spec.formatting}"),), "the first 1,000 rows", fix=text
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A fix by mapping, and the dataset_info.json entry that it is."""
+
+    text: str
+    entry: Mapping[str, Any] | None
+
+
+NOTHING_SUGGESTED = Mapped("", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The files of one data set, together."""
+
+    dataset: Dataset
+    rows: int
+    columns: frozenset[str]
+    first_rows: tuple[Row, ...]
+
+    @property
+    def suggested(self) -> Mapped:
+        """The mapping or rewriting under which the first rows give pairs."""
+        suggestion = suggest(self.first_rows)
+        if suggestion is None:
+            return NOTHING_SUGGESTED
+        share = f"{suggestion.pairs:,} of the first {suggestion.rows:,} rows"
+        if suggestion.rewrites:
+            text = (
+                f"No mapping can express these rows, but {share} can be rewritten into pairs: dpofit data … --fix OUT."
+            )
+            return Mapped(text, None)
+        first = self.dataset.files[0]
+        entry = {
+            self.dataset.name: suggestion.spec.entry(first.name if len(self.dataset.files) == 1 else first.parent.name)
+        }
+        return Mapped(f"This entry of dataset_info.json gives pairs from {share}: {json.dumps(entry)}", entry)
+
+
+def _groups(run: Pass) -> list[Group]:
+    by_dataset: dict[int, list[FileFacts]] = {}
+    for facts in run.files:
+        by_dataset.setdefault(id(facts.dataset), []).append(facts)
+    return [
+        Group(
+            files[0].dataset,
+            sum(facts.rows for facts in files),
+            frozenset().union(*(facts.columns for facts in files)),
+            tuple(row for facts in files for row in facts.first_rows)[:1000],
         )
+        for files in by_dataset.values()
+    ]
+
+
+def _declaration(group: Group) -> Iterator[DataFinding]:
+    dataset, spec, mapped = group.dataset, group.dataset.spec, group.suggested
+    where = f"{dataset.declared_in.name if dataset.declared_in else 'guessed'}: {dataset.name}"
+    if dataset.declared_in is None:
+        text = mapped.text or "Name the columns in a dataset_info.json entry."
+        seen = (Evidence(dataset.name, spec.formatting),)
+        yield found("format-guessed", seen, "the first 1,000 rows", fix=text, entry=mapped.entry)
     if not spec.ranking:
         yield found("not-ranked", (Evidence(where, f"ranking: {spec.ranking}"),), READ_ALL)
     elif spec.ranking is not True:
-        yield found(
-            "ranking-not-boolean",
-            (Evidence(where, f"ranking: {spec.ranking!r}"),),
-            READ_ALL,
-            {"value": repr(spec.ranking)},
-        )
+        value = repr(spec.ranking)
+        yield found("ranking-not-boolean", (Evidence(where, f"ranking: {value}"),), READ_ALL, {"value": value})
     if dataset.unknown_keys:
         keys = ", ".join(dataset.unknown_keys)
         yield found("info-unknown-key", (Evidence(where, keys),), READ_ALL, {"keys": keys})
-    if spec.kto_tag and any(isinstance(row.get(spec.kto_tag), bool) for row in facts.first_rows):
+    if spec.kto_tag and any(isinstance(row.get(spec.kto_tag), bool) for row in group.first_rows):
         yield found("kto-rows", (Evidence(where, f"kto_tag: {spec.kto_tag}"),), READ_ALL, {"column": spec.kto_tag})
-    for absent in absent_columns(spec, facts.columns):
-        have = ", ".join(sorted(column for column in facts.columns if "." not in column and "[" not in column))
-        fix = _mapping(suggestion, facts) or f"Name one of the columns the rows have: {have}."
-        yield found(
-            "column-absent", (Evidence(where, f"rows have: {have}"),), READ_ALL, {"column": absent}, facts.rows, fix
-        )
-    if spec.formatting == "openai" and run.pairs:
+    have = ", ".join(sorted(column for column in group.columns if "." not in column and "[" not in column))
+    for absent in absent_columns(spec, group.columns):
+        fix = mapped.text or f"Name one of the columns the rows have: {have}."
+        seen = (Evidence(where, f"rows have: {have}"),)
+        yield found("column-absent", seen, READ_ALL, {"column": absent}, group.rows, fix, mapped.entry)
+    if spec.formatting == "openai":
         yield found("openai-system", (Evidence(where, "formatting: openai"),), READ_ALL)
 
 
-def absent_columns(spec: Spec, columns: set[str]) -> list[str]:
+def absent_columns(spec: Spec, columns: Set[str]) -> list[str]:
     """Keys the converter looks up that no row has: a KeyError in the first row."""
     absent = [name for name in spec.columns_used() if name not in columns]
     if spec.ranking:
@@ -120,35 +169,30 @@ def absent_columns(spec: Spec, columns: set[str]) -> list[str]:
     return absent
 
 
-def _mapping(suggestion: Suggestion | None, facts: FileFacts) -> str:
-    """The fix by mapping, if one was found that gives pairs."""
-    if suggestion is None:
-        return ""
-    if suggestion.rewrites:
-        share = f"{suggestion.pairs:,} of the first {suggestion.rows:,}"
-        return f"No mapping can express these rows, but {share} can be rewritten into pairs: dpofit data … --fix OUT."
-    entry = json.dumps({facts.dataset.name: suggestion.spec.entry(facts.path.name)}, ensure_ascii=False)
-    return f"This entry gives {suggestion.pairs:,} pairs of the first {suggestion.rows:,} rows: {entry}"
-
-
 def _row_findings(run: Pass, skip_lost: bool) -> Iterator[DataFinding]:
     for check_id, tally in run.tallies.items():
         if check_id.startswith("cutoff-") or (skip_lost and check_id in ANSWER_REASONS):
             continue
         if check_id in ("not-ranked", "kto-rows"):
             continue  # said once for the data set
-        fix = ""
+        mapped = NOTHING_SUGGESTED
         if check_id in ("answer-shape", "role-tags"):
-            fix = next((text for facts in run.files if (text := _mapping(suggest(facts.first_rows), facts))), "")
-            fix = fix or "Write the answers as the format wants them, and the tags as the data has them."
-        yield _tallied(check_id, tally, run.rows, fix)
+            mapped = next((m for group in _groups(run) if (m := group.suggested).text), NOTHING_SUGGESTED)
+        general = "Write the answers as the format wants them, and the tags as the data has them."
+        fix = (mapped.text or general) if check_id in ("answer-shape", "role-tags") else ""
+        yield _tallied(check_id, tally, run.rows, fix, entry=mapped.entry)
 
 
 def _tallied(
-    check_id: str, tally: Tally, total: int, fix: str = "", words: Mapping[str, str] | None = None
+    check_id: str,
+    tally: Tally,
+    total: int,
+    fix: str = "",
+    words: Mapping[str, str] | None = None,
+    entry: Mapping[str, Any] | None = None,
 ) -> DataFinding:
     said = {"rows": f"{tally.count:,} of {total:,} rows", **(words or {})}
-    return found(check_id, tally.examples, READ_ALL, said, tally.count, fix)
+    return found(check_id, tally.examples, READ_ALL, said, tally.count, fix, entry)
 
 
 def _length_findings(run: Pass, context: Context) -> Iterator[DataFinding]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from dpofit.data.convert import Pair
 
-CLIP_CHARS = 4_000  # per text: enough for style and edits, and 5,000 pairs stay under 60 MB
+# Per text, half from its start and half from its end: enough for style and edits, and 5,000 pairs stay under 60 MB.
+CLIP_CHARS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Sampled:
     """One pair of the sample, texts clipped."""
 
     index: int  # position among the usable pairs
-    prompt: str
+    prompt: str  # without the system message, which many rows may share
     chosen: str
     rejected: str
 
@@ -33,8 +34,8 @@ class Reservoir:
         slot = index if index < self._size else self._random.randrange(self._seen)
         if slot >= self._size:
             return
-        texts = (pair.prompt_text, pair.chosen.content, pair.rejected.content)
-        item = Sampled(index, *(text[:CLIP_CHARS] for text in texts))
+        prompt = "\n".join(message.content for message in pair.prompt)
+        item = Sampled(index, *map(_clipped, (prompt, pair.chosen.content, pair.rejected.content)))
         if slot == len(self._kept):
             self._kept.append(item)
         else:
@@ -49,3 +50,9 @@ class Reservoir:
         if self._seen <= self._size:
             return f"all {self._seen:,} pairs"
         return f"a uniform sample of {self._size:,} of {self._seen:,} pairs"
+
+
+def _clipped(text: str) -> str:
+    """A shared preamble must not make two long prompts look alike, so the end is kept as well."""
+    half = CLIP_CHARS // 2
+    return text if len(text) <= CLIP_CHARS else f"{text[:half]} … {text[-half:]}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpofit.data.rows import Row
-from dpofit.data.spec import DATASET_INFO, Dataset, declaration_of, declared_datasets, file_problems
+from dpofit.data.spec import DATASET_INFO, Dataset, declaration_of, declared_datasets, file_problems, files_of
 from dpofit.data.suggest import CANONICAL, suggest
 from dpofit.data.templates import Thinking
 from dpofit.errors import BadInput, Problem
@@ -165,10 +165,13 @@ def _is_json_recipe(path: Path) -> bool:
 
 
 def _dataset_of(path: Path, peek: Any) -> Dataset:
-    files = tuple(sorted(path.iterdir())) if path.is_dir() else (path,)
+    files = files_of(path) if path.is_dir() else (path,)
     if path.is_dir() and (path / DATASET_INFO).is_file():
         right = f"Name one of its data sets: dpofit data NAME dataset_dir={path}"
         raise BadInput(Problem(str(path), None, "is a dataset_dir", right))
+    if path.name == DATASET_INFO:
+        right = f"Name one of its data sets: dpofit data NAME dataset_dir={path.parent}"
+        raise BadInput(Problem(str(path), None, "lists data sets and is none itself", right))
     if problems := file_problems(files, path):
         raise BadInput(problems)
     declared = declaration_of(path) if path.is_file() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,13 +189,18 @@ def _files(dataset_dir: Path, file_name: str, where: str, name: str) -> tuple[tu
     """llamafactory 0.9.5 data/loader.py 73-89: a file, or every entry of a folder, all of one known type."""
     path = dataset_dir / file_name
     if path.is_dir():
-        files = tuple(sorted(path.iterdir()))
+        files = files_of(path)
     elif path.is_file():
         files = (path,)
     else:
         return (), [Problem(where, f"{name}.file_name", f"{path} does not exist", "Name a file in dataset_dir")]
     problems = file_problems(files, path)
     return files, problems
+
+
+def files_of(folder: Path) -> tuple[Path, ...]:
+    """In the order of os.listdir, as LLaMA-Factory takes them: the first decides the types of all columns."""
+    return tuple(folder / name for name in os.listdir(folder))
 
 
 def file_problems(files: tuple[Path, ...], where: Path) -> list[Problem]:

@@ -112,9 +112,7 @@ class EstimateCounter:
     def __init__(self, template: Template | None, thinking: Thinking, default_system: str | None) -> None:
         self._template = template if template is not None and template.kind else None
         self._thinking, self._default_system = thinking, default_system
-        self.basis = (
-            "estimated from characters (3-4 a token, 1.5-1.8 for Chinese, Japanese, Korean): give a local model"
-        )
+        self.basis = "estimated from characters"
 
     def measure(self, pairs: Sequence[Pair], cutoff_len: int | None) -> list[Measured]:
         return [self._measured(pair, cutoff_len) for pair in pairs]
