@@ -27,6 +27,7 @@ def run_exp(folder: str, arguments: dict[str, Any]) -> None:
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+    import dpofit.train.guard.auto  # noqa: F401
     from tests.guard import stack  # noqa: F401
 
     mine = Path(folder) / os.environ["RANK"]

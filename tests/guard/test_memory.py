@@ -90,10 +90,13 @@ def measure_saves(run: Run, folder: str, saves: int, guarded: bool) -> Measured:
 def _watching(folder: Path) -> Iterator[list[int]]:
     seen, done = [0], threading.Event()
 
+    def look() -> None:
+        for place in (folder / ".dpofit-new", folder):
+            seen.append(_resident_file_bytes(place / "model.safetensors"))
+
     def watch() -> None:
         while not done.is_set():
-            for place in (folder / ".dpofit-new", folder):
-                seen.append(_resident_file_bytes(place / "model.safetensors"))
+            look()
             time.sleep(0.005)
 
     watcher = threading.Thread(target=watch)
@@ -101,6 +104,7 @@ def _watching(folder: Path) -> Iterator[list[int]]:
     yield seen
     done.set()
     watcher.join()
+    look()  # safetensors' own writer holds the interpreter lock: the watcher may never have had its turn
 
 
 def _resident_file_bytes(path: Path) -> int:

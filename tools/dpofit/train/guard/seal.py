@@ -78,11 +78,18 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def listed_files(folder: Path) -> list[str]:
-    """Relative paths of all files in the folder, but for our own temporaries and the manifest."""
+    """Relative paths of all files in the folder, but for our own temporaries, the manifest and the model card.
+
+    Nothing loads the card, and LLaMA-Factory writes it anew after the final save (dpo/workflow.py:104).
+    """
     found = []
     for directory, _, names in os.walk(folder):
         for name in names:
-            if name != MANIFEST_NAME and not name.startswith(".dpofit-") and not name.startswith(f".{MANIFEST_NAME}"):
+            if (
+                name not in (MANIFEST_NAME, "README.md")
+                and not name.startswith(".dpofit-")
+                and not name.startswith(f".{MANIFEST_NAME}")
+            ):
                 found.append(os.path.relpath(os.path.join(directory, name), folder))
     return sorted(found)
 
