@@ -71,7 +71,7 @@ def command(
 
         print(emitted(loaded, overrides or [], emit.value), end="")
         return
-    prepared = prepare(loaded, recipe, overrides or [], guard_memory=guard_memory, dry_run=dry_run)
+    prepared = prepare(loaded, recipe, overrides or [], guard_memory=guard_memory, dry_run=dry_run, detach=detach)
     if dry_run:
         _dry_run(prepared, as_json)
         return

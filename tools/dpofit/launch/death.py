@@ -54,7 +54,8 @@ class _Text:
 _EXCEPTIONS = (
     _Text(r"OutOfMemoryError|CUDA out of memory", "gpu-memory", "ran out of GPU memory",
           "`dpofit advise RECIPE` names the smallest change that fits."),
-    _Text(r"No space left on device|Errno 28\b|Disk quota exceeded", "disk-full", "had no disk space left",
+    _Text(r"No space left on device|Errno 28\b|Disk quota exceeded|needs [0-9,]+ bytes, [0-9,]+ are free",
+          "disk-full", "had no disk space left",
           "Free space, or point output_dir at a larger disk; the newest whole checkpoint is untouched."),
     _Text(r"Cannot allocate memory|Errno 12\b|MemoryError|can't allocate memory", "host-memory",
           "was refused host memory", "`dpofit predict RECIPE --host-ram …` shows what the node needs."),

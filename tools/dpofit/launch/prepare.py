@@ -15,7 +15,7 @@ from dpofit.launch.inventory import read_inventory, visible_cards
 from dpofit.launch.network import free_port
 from dpofit.launch.output_dir import output_dir_problems, record
 from dpofit.launch.plan import Plan, accelerate_command, run_folder, single_command, state_folder, torchrun_command
-from dpofit.launch.starts import Start
+from dpofit.launch.starts import Start, closable_terminal
 from dpofit.launch.state import running
 from dpofit.launch.topology import Topology, read_topology
 from dpofit.recipe.catalogue import card_of
@@ -71,7 +71,13 @@ def read(reference: str, overrides: Sequence[str]) -> ReadRecipe:
 
 
 def prepare(
-    found: ReadRecipe, reference: str, overrides: Sequence[str], *, guard_memory: str | None, dry_run: bool
+    found: ReadRecipe,
+    reference: str,
+    overrides: Sequence[str],
+    *,
+    guard_memory: str | None,
+    dry_run: bool,
+    detach: bool,
 ) -> Prepared:
     """Decide everything for this node, from its environment and its cards. BadInput when it can't be started here."""
     assert found.recipe is not None
@@ -109,7 +115,7 @@ def prepare(
     if not dry_run and (other := running(state)) is not None:
         right = f"`dpofit stop {state.parent.parent}` ends it; a second run needs a folder of its own."
         raise BadInput(Problem(str(state), None, f"a run is going on here (pid {other.pid})", right))
-    findings = () if dry_run else _findings(found, topology, predicted, gpus=not cpu_ranks)
+    findings = () if dry_run else _findings(found, topology, predicted, gpus=not cpu_ranks, terminal=not detach)
     accelerate = accelerate_command(topology, source, overrides) if torchrun and not topology.elastic else None
     return Prepared(found, topology, plan, predicted, findings, accelerate)
 
@@ -142,10 +148,13 @@ def _cannot_start(found: ReadRecipe, gpus: int, cpu_ranks: int) -> list[Problem]
     return problems
 
 
-def _findings(found: ReadRecipe, topology: Topology, predicted: Forecast, gpus: bool) -> tuple[Finding, ...]:
+def _findings(
+    found: ReadRecipe, topology: Topology, predicted: Forecast, gpus: bool, terminal: bool
+) -> tuple[Finding, ...]:
     from dpofit.launch.preflight import local_findings
 
-    start = Start("dpofit", os.environ, processes=topology.processes)
+    in_terminal = terminal and closable_terminal(os.environ)
+    start = Start("dpofit", os.environ, processes=topology.processes, terminal=in_terminal)
     return local_findings(found, topology, start=start, checkpoint_bytes=predicted.checkpoint_bytes, gpus=gpus)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ class Start:
     hosts: Mapping[str, int] = field(default_factory=dict)
     master_port: int | None = None
     hangup: bool = False  # nohup, or in the background of a terminal
+    terminal: bool = False  # in the foreground of one that may be closed
     words: tuple[str, ...] = ()
 
 
@@ -69,10 +71,16 @@ def read_start(text: str, environment: Mapping[str, str], folder: Path = Path(".
 
 def start_of_environment(environment: Mapping[str, str]) -> Start:
     """How this very process was started: by a launcher that set RANK and LOCAL_RANK, or `dpofit launch` to come."""
+    terminal = closable_terminal(environment)
     if "RANK" in environment and "LOCAL_RANK" in environment:
         local = _int(environment.get("LOCAL_WORLD_SIZE"))
         return Start("torchrun", environment, processes=local)
-    return Start("dpofit", environment, processes=_int(environment.get("NPROC_PER_NODE")))
+    return Start("dpofit", environment, processes=_int(environment.get("NPROC_PER_NODE")), terminal=terminal)
+
+
+def closable_terminal(environment: Mapping[str, str]) -> bool:
+    """Whether we sit in a terminal that ends with its window: not in tmux or screen."""
+    return os.isatty(0) and not {"TMUX", "STY"} & set(environment)
 
 
 def _torchrun(

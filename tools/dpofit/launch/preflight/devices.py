@@ -91,6 +91,16 @@ def _deepspeed_launcher(machine: Machine, start: Start, visible: int) -> Iterato
             "(older releases) counts slots inside it: \"No slot '2' specified on host 'localhost'\".",
             f"unset {_CVD} and write --include localhost:{asked}, or drop the options.",
         )  # fmt: skip
+    elif asked is not None:
+        beyond = any(entry.strip().isdigit() and int(entry) >= visible for entry in asked.split(","))
+        yield Finding(
+            "launch.deepspeed-ignores-visible-devices", "warning" if beyond else "info",
+            f"the deepspeed launcher turns {_CVD}={asked} into --include",
+            (Evidence(_CVD, asked), Evidence("deepspeed", machine.versions.get("deepspeed", "not installed"))),
+            "Only on one node and without filter options. Some releases count slots inside the variable (\"No slot '2' "
+            "specified on host 'localhost'\"), those before 2021 overwrite it.",
+            f"unset {_CVD} and write --include localhost:{asked}.",
+        )  # fmt: skip
     limit = total if start.filtered else visible
     outside = [slot for slot in start.slots or () if slot >= limit]
     if outside:

@@ -43,6 +43,13 @@ def network_findings(machine: Machine, start: Start, topology: Topology | None) 
             "Each of them starts a rank per GPU: several ranks share each GPU (\"Duplicate GPU detected\").",
             "#SBATCH --ntasks-per-node=1; `dpofit launch RECIPE --emit slurm` writes such a script.",
         )  # fmt: skip
+    if start.terminal and not start.hangup:
+        yield Finding(
+            "launch.sighup", "info", "closing this terminal will end the job",
+            (Evidence("start", "in the foreground of a terminal, outside tmux and screen"),),
+            "The terminal sends SIGHUP, and torchrun ends all ranks on it.",
+            "`dpofit launch RECIPE --detach`, or tmux, screen.",
+        )  # fmt: skip
     if start.hangup:
         yield Finding(
             "launch.sighup", "warning", "closing the terminal will end this job, nohup or not",

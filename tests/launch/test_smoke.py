@@ -1,0 +1,105 @@
+"""`dpofit launch RECIPE --smoke`: the user's own recipe with a tiny model, on real torchrun, LLaMA-Factory, DeepSpeed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpofit.recipe.catalogue import recipe_files
+from tests.launch.runs import dpofit, environment, write_run
+
+pytestmark = pytest.mark.stack
+
+# One of each class; the first three are the documented presets. --all runs every recipe of the catalogue.
+CLASSES = {
+    "full, ZeRO-3": ("qwen2.5-72b-dpo/full-z3",),
+    "unsloth gc, Liger": ("qwen2.5-72b-dpo/full-z3-liger-unsloth-gc",),
+    "offload": ("qwen2.5-72b-dpo/full-z3-offload-liger-unsloth-gc",),
+    "LoRA": ("qwen2.5-72b-dpo/lora-z3",),
+    "ZeRO-2": ("qwen2.5-7b-dpo/full-z2",),
+    "one GPU, no reference": ("qwen2.5-7b-dpo/lora-1gpu", "pref_loss=orpo"),
+}
+if os.environ.get("DPOFIT_TEST_ALL"):
+    CLASSES |= {file.full_name: (file.full_name,) for file in recipe_files()}
+    CLASSES |= {
+        "simpo": ("qwen2.5-7b-dpo/lora-ddp", "pref_loss=simpo"),
+        "ipo": ("qwen2.5-7b-dpo/lora-ddp", "pref_loss=ipo"),
+        "sft": ("qwen2.5-7b-dpo/full-z2", "stage=sft"),
+        "kto": ("qwen2.5-7b-dpo/lora-ddp", "stage=kto"),
+        "freeze": ("qwen2.5-7b-dpo/full-z3", "finetuning_type=freeze"),
+        "evaluation": ("qwen2.5-7b-dpo/full-z3", "val_size=0.2", "eval_strategy=steps"),
+    }
+FIRST_LOSS = {"orpo": 5.837634, "simpo": 0.974077, "ipo": 25.0, "sft": 5.768321, "kto": 0.5}  # ln 320 = 5.768321
+
+
+def smoke(*arguments: str, cwd: Path, **variables: str) -> dict[str, Any]:
+    env = {name: value for name, value in environment(**variables).items() if name != "DPOFIT_CPU_RANKS"}
+    done = dpofit("launch", *arguments, "--smoke", "--json", cwd=cwd, env=env, timeout_s=580)
+    assert done.stdout, done.stderr
+    return {"exit": done.returncode, "said": done.stderr, **json.loads(done.stdout)["smoke"]}
+
+
+@pytest.mark.parametrize("arguments", CLASSES.values(), ids=CLASSES)
+def test_recipe_trains_saves_and_resumes(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    import importlib.util
+
+    if "qlora" in arguments[0] and importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("QLoRA needs bitsandbytes")
+    report = smoke(*arguments, cwd=tmp_path)
+    assert [check for check in report["checks"] if check["ok"] is False] == []
+    assert (report["exit"], report["ok"], report["outcome"]["cause"]) == (0, True, "finished")
+    names = [check["name"] for check in report["checks"]]
+    assert "resume ends where the uninterrupted run ended" in names
+    assert "final model verifies" in names
+    kind = next((kind for kind in FIRST_LOSS if any(kind in argument for argument in arguments)), None)
+    seen = next(check["seen"] for check in report["checks"] if check["name"] == "first loss")
+    assert float(seen.partition(",")[0]) == pytest.approx(FIRST_LOSS.get(kind or "", 0.693147), rel=2e-3)
+
+
+def test_nothing_outside_its_own_folder_changes(tiny_model: Path, tmp_path: Path) -> None:
+    folder, home, temporary = tmp_path / "my run", tmp_path / "home", tmp_path / "tmp"
+    recipe = write_run(folder, tiny_model)
+    home.mkdir()
+    temporary.mkdir()
+    before = _tree(folder)
+    report = smoke(str(recipe), "max_samples=7", cwd=folder, HOME=str(home), TMPDIR=str(temporary), HF_TOKEN="hf_x")
+    assert report["ok"], report
+    assert _tree(folder) == before
+    left = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
+    assert left == []
+    cached = {path.relative_to(home).parts[:2] for path in home.rglob("*") if path.is_file()}
+    assert cached <= {(".cache", "dpofit"), (".triton", "autotune")}
+    replaced = {entry["key"] for entry in report["replaced"]}
+    assert {"output_dir", "model_name_or_path", "dataset", "dataset_dir", "max_samples", "max_steps"} <= replaced
+    assert not replaced & {"finetuning_type", "lora_rank", "stage", "bf16", "template", "cutoff_len"}
+
+
+def test_a_recipe_that_cannot_train_fails_with_its_reason(tmp_path: Path) -> None:
+    report = smoke("qwen2.5-7b-dpo/lora-1gpu", "lora_target=no_such_layer", cwd=tmp_path)
+    assert (report["exit"], report["ok"]) == (1, False)
+    assert "no_such_layer" in report["outcome"]["title"]
+    assert Path(report["log"]).read_text()
+    Path(report["log"]).unlink()
+
+
+def test_qlora_without_bitsandbytes_is_refused_by_name(tmp_path: Path) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        pytest.skip("bitsandbytes is installed")
+    done = dpofit("launch", "qwen2.5-7b-dpo/qlora-1gpu", "--smoke", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "quantization_bit: needs bitsandbytes, which is not installed here" in done.stderr
+
+
+def _tree(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
