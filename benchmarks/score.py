@@ -12,11 +12,12 @@ import json
 import sys
 from pathlib import Path
 
-import dpofit.memory.predict as prediction
-from dpofit.memory.predict import Residuals
 from score_cases import measured_cases, verdict_cases
 from score_evaluate import calibrated, calibrates, score_measured, score_verdicts
 from score_report import Scoreboard, document
+
+import dpofit.memory.predict as prediction
+from dpofit.memory.predict import Residuals
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "accuracy.md"

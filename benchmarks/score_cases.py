@@ -108,7 +108,7 @@ def planned(spec: Mapping[str, Any]) -> PlannedJob:
         find_gpu(spec["gpu"]), spec["nodes"], spec["gpus_per_node"], None if host is None else int(host * GIB)
     )
     lengths = _lengths(spec["tokens"], stage, spec["padding"])
-    mix = tuple(_lengths(int(spec["tokens"] * share), stage, spec["padding"]) for share in spec.get("mix", ()))
+    mix = tuple(_lengths(tokens, stage, spec["padding"]) for tokens in spec.get("mix_tokens", ()))
     return PlannedJob(Job(recipe, model, cluster, lengths, replace(PINNED, **spec["stack"])), mix)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dpofit.errors import BadInput
-from dpofit.memory.limits import longest_prompt
-from dpofit.memory.predict import Prediction, Residuals, predict
 from score_cases import Measured, PlannedJob, Verdicted, planned
+
+from dpofit.errors import BadInput
+from dpofit.memory.predict import Prediction, Residuals, predict
 
 # Phases of a first step up to the one a measurement ends with.
 _BEFORE_STEP = ("forward", "reference_forward", "loss", "backward", "accumulate")
@@ -20,6 +21,7 @@ class Scored:
 
     case: Measured
     predicted: int
+    residual: float  # what `low` and `high` are widened by: measured over allocated or reserved bytes, less one
     low: int
     high: int
     planned: PlannedJob
@@ -32,15 +34,18 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class ScoredLength:
-    """Tokens of the longest row: where the verdict is still `fits`, what ran, and where it is not yet `oom`."""
+    """The longest row that ran on a card, and what dpofit says of it."""
 
     case: Measured
-    fits: int
-    not_oom: int
+    verdict: str
+    low: int
+    high: int
+    capacity: int
 
     @property
-    def inside(self) -> bool:
-        return self.fits <= self.case.value <= self.not_oom
+    def right(self) -> bool:
+        """A row that ran is not called `oom`."""
+        return self.verdict != "oom"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +86,15 @@ def score_measured(cases: Iterable[Measured]) -> tuple[list[Scored], list[Scored
             left.append(NotScored(case.group, case.name, case.excluded))
             continue
         job = planned(case.job)
-        if case.kind == "longest":
-            limit = longest_prompt(job.job)
-            answer = job.job.lengths.chosen
-            fits, not_oom = limit.prompt_tokens or 0, limit.not_oom_prompt_tokens or 0
-            lengths.append(ScoredLength(case, answer + fits, answer + not_oom))
-            continue
         prediction = predict(job.job, job.mix)
+        gpu = prediction.gpu
+        if case.kind == "longest":
+            lengths.append(
+                ScoredLength(case, prediction.gpu_verdict, gpu.low_bytes, gpu.high_bytes, gpu.capacity_bytes)
+            )
+            continue
         predicted = _like_for_like(case, prediction)
-        rows.append(Scored(case, predicted, prediction.gpu.low_bytes, prediction.gpu.high_bytes, job))
+        rows.append(Scored(case, predicted, _residual(case, prediction, predicted), gpu.low_bytes, gpu.high_bytes, job))
     return rows, lengths, left
 
 
@@ -100,6 +105,14 @@ def _like_for_like(case: Measured, prediction: Prediction) -> int:
         until = _BEFORE_STEP[: _BEFORE_STEP.index(case.until) + 1]
         return max(peak.size_bytes for name, peak in gpu.first_step.items() if name in until)
     return {"allocated": gpu.allocated_bytes, "reserved": gpu.reserved.peak_bytes, "nvml": gpu.peak_bytes}[case.kind]
+
+
+def _residual(case: Measured, prediction: Prediction, predicted: int) -> float:
+    """NVML less context and communicators is held against reserved bytes, as `high` is made."""
+    if case.kind != "nvml":
+        return case.value / predicted - 1
+    gpu = prediction.gpu
+    return (case.value - gpu.overhead.total_bytes) / gpu.reserved.peak_bytes - 1
 
 
 def score_verdicts(cases: Iterable[Verdicted]) -> tuple[list[ScoredVerdict], list[NotScored]]:
@@ -132,12 +145,13 @@ def calibrates(case: Measured) -> bool:
 
 
 def calibrated(rows: Sequence[Scored]) -> Residuals:
-    """The outermost relative errors (measured over predicted, less one) of the rows that calibrate; zero lies inside.
+    """The outermost residuals of the rows that calibrate; zero lies inside.
     Allocated rows give one range, reserved and NVML rows the other."""
-    allocated = [row.case.value / row.predicted - 1 for row in rows if row.case.kind == "allocated"]
-    reserved = [row.case.value / row.predicted - 1 for row in rows if row.case.kind != "allocated"]
+    allocated = [row.residual for row in rows if row.case.kind == "allocated"]
+    reserved = [row.residual for row in rows if row.case.kind != "allocated"]
     return Residuals(_range(allocated), _range(reserved), len(rows))
 
 
 def _range(errors: Sequence[float]) -> tuple[float, float]:
-    return round(min(0.0, *errors), 4), round(max(0.0, *errors), 4)
+    """Rounded outwards, to four digits."""
+    return math.floor(min(0.0, *errors) * 1e4) / 1e4, math.ceil(max(0.0, *errors) * 1e4) / 1e4

@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dpofit.memory.predict import Residuals
-from dpofit.units import GIB
 from score_evaluate import NotScored, Scored, ScoredLength, ScoredVerdict
 from score_others import accelerate_bytes, deepspeed_gpu_bytes
+
+from dpofit.memory.predict import Residuals
+from dpofit.units import GIB
 
 HALVES = ("calibration", "scoring")
 
@@ -92,7 +93,8 @@ def _groups(rows: Sequence[Scored]) -> str:
         head += [f"{half}: n", "mean abs.", "worst"]
     return _table(head, lines) + (
         "\n\n`known`: the operators that ran are those modelled (transformers' own model code, PEFT, Liger, DeepSpeed)."
-        " `other`: Qwen 1's remote code, with a loss of its own."
+        " `other`: Qwen 1's remote code, under its authors' or ms-swift's trainer; ms-swift's script headers, which do"
+        " not say what they measured."
     )
 
 
@@ -112,7 +114,7 @@ def _interval(board: Scoreboard) -> str:
         lines.append([half, len(rows), inside])
     return (
         "`low` is the allocated peak, `high` the reserved peak, each with the outermost residual (measured over"
-        f" predicted) of the calibration half, {residuals.points} rows with known code: allocated"
+        f" predicted, context taken off) of the calibration half, {residuals.points} rows with known code: allocated"
         f" {_percent(residuals.allocated[0])} to {_percent(residuals.allocated[1])}, reserved"
         f" {_percent(residuals.reserved[0])} to {_percent(residuals.reserved[1])}. How often NVML's reading lay"
         " between:"
@@ -140,12 +142,16 @@ def _verdicts(board: Scoreboard) -> str:
 
 def _lengths(rows: Sequence[ScoredLength]) -> str:
     lines = [
-        [row.case.name, f"{row.fits:,}", f"{row.case.value:,}", f"{row.not_oom:,}", "yes" if row.inside else "**no**"]
+        [
+            row.case.name, f"{row.case.value:,}", row.verdict if row.right else f"**{row.verdict}**",
+            f"{row.low / GIB:.1f} - {row.high / GIB:.1f}", f"{row.capacity / GIB:.1f}",
+        ]
         for row in rows
-    ]
+    ]  # fmt: skip
     return (
-        "Tokens of a row on one GPU. A longest row that ran should lie between the longest called `fits` and the"
-        " longest not called `oom`.\n\n" + _table(["case", "fits up to", "ran", "not oom up to", "inside"], lines)
+        "The longest rows, in tokens on one GPU, that their sources ran. Their steps are coarse, so more may have"
+        " fitted; but what ran must not be called `oom`.\n\n"
+        + _table(["case", "tokens", "predicted", "predicted GiB", "there is GiB"], lines)
     )
 
 
@@ -181,10 +187,13 @@ def _others(rows: Sequence[Scored]) -> str:
 
 
 def _not_scored(board: Scoreboard) -> str:
-    measured = Counter((row.group, row.reason.split(":")[0]) for row in board.left)
+    measured = Counter((row.group, row.reason) for row in board.left)
     lines: list[list[object]] = [[group, count, reason] for (group, reason), count in sorted(measured.items())]
-    verdicts = [[row.name, row.group, row.reason] for row in board.left_verdicts]
+    by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in board.left_verdicts:
+        by_reason[row.group, row.reason].append(row.name)
+    verdicts = [[kind, reason, ", ".join(names)] for (kind, reason), names in sorted(by_reason.items())]
     return (
         "Measurements, by group:\n\n" + _table(["group", "rows", "why"], lines)
-        + "\n\nVerdicts, one by one:\n\n" + _table(["case", "kind", "why"], verdicts)
+        + "\n\nVerdicts, by reason:\n\n" + _table(["kind", "why", "cases"], verdicts)
     )  # fmt: skip
