@@ -109,6 +109,13 @@ def test_lengths_out_counts_every_pair_once(folder: Path):
     assert refused.returncode == 2 and "--force" in refused.stderr
 
 
+def test_text_that_no_encoding_can_print_is_reported(folder: Path):
+    (folder / "d.json").write_text(json.dumps([{"prompt": "q \ud83d", "chosen": "x", "rejected": "y", "\ud83d": 1}]))
+    for flags in ([], ["--json"]):
+        done = dpofit("data", folder / "d.json", *flags)
+        assert done.returncode == 0 and "data.broken-encoding" in done.stdout, done.stderr
+
+
 def test_plot_writes_an_image(folder: Path):
     pytest.importorskip("matplotlib")
     assert dpofit("data", folder / "run.yaml", "--plot", folder / "l.png").returncode == 0

@@ -43,6 +43,14 @@ def test_exact_counts_need_a_model_folder_and_say_so(data: Path, model_folder: P
     assert exact.counter.basis.startswith("exact: ")
 
 
+def test_what_is_said_of_estimated_lengths_is_not_called_certain(data: Path, model_folder: Path):
+    write_rows(data, [*SOUND, pair(300, prompt_words=900)])
+    options = ("template=qwen", "cutoff_len=500")
+    estimated = finding(check(data, *options), "cutoff-prompt")
+    exact = finding(check(data, *options, f"model_name_or_path={model_folder}"), "cutoff-prompt")
+    assert (estimated.confidence, exact.confidence) == ("likely", "certain")
+
+
 def test_an_exact_repeat_is_a_duplicate_whatever_its_case_and_spaces(data: Path):
     again = {**SOUND[5], "chosen": "  " + SOUND[5]["chosen"].upper()}
     found = finding(check(write_rows(data, [*SOUND, again])), "duplicate-pairs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,8 @@ def command(
     from dpofit.data import require_extra
 
     require_extra()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # data may hold what no encoding can print
     _refuse_unused(fix, outliers, max_prompt, max_response)
     _refuse_existing([path for path in (plot, lengths_out) if path is not None], force)
 

@@ -76,6 +76,7 @@ def write_fixed(
     reasons = _reasons(run)
     offsets, sizes = array("Q"), array("I")
     capped, index = 0, -1
+    exact = run.lengths.all_exact
     scratch_path = out / f".{FILE_NAME}.scratch"
     media = any(getattr(d.spec, key) for d in datasets for key in MEDIA)
     try:
@@ -91,7 +92,7 @@ def write_fixed(
                     continue
                 fitted, tokens = _fit(pair, run, index, counter, plan)
                 if fitted is None:
-                    left_out["over the length limits"] += 1
+                    left_out["over the length limits" if exact else "over the length limits, by estimate"] += 1
                     continue
                 if fitted is not pair:
                     capped += 1

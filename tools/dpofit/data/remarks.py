@@ -50,7 +50,7 @@ class PairRemarks:
     def _text_remarks(self, texts: list[str]) -> Iterator[tuple[str, str]]:
         for text in texts:
             if not text.isascii() and (wrong := _WRONG_DECODING.search(text)):
-                yield "broken-encoding", f"{text[max(0, wrong.start() - 20) : wrong.end() + 20]!a}"
+                yield "broken-encoding", repr(text[max(0, wrong.start() - 20) : wrong.end() + 20])
                 break
         if self._specials:
             for text in texts:

@@ -64,7 +64,7 @@ def print_report(run: Pass, found: list[DataFinding], name: str, basis: str, fix
         console.print(f"{MARKS[finding.severity]} [bold]{escape(finding.title)}[/]  [dim]{finding.id}[/]")
         for evidence in finding.evidence:
             console.print(f"    {escape(evidence.where)}: {escape(evidence.text)}")
-        if finding.rows > len(finding.evidence):
+        if finding.rows > len(finding.evidence) > 1:
             console.print(f"    … {finding.rows:,} in all", style="dim")
         console.print(f"  why: {escape(finding.cause)}")
         if finding.entry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ def findings(train: Pass, evaluation: Pass | None, context: Context) -> list[Dat
     stops_early = {finding.id for finding in out} & {"data.column-absent", "data.not-ranked"}
     out += _row_findings(train, skip_lost=bool(stops_early))
     if train.pairs:
-        out += _length_findings(train, context)
+        out += [_as_sure_as_lengths(finding, train) for finding in _length_findings(train, context)]
         out += _repeat_findings(train, evaluation, context)
         out += _quality_findings(train, context)
     order = {"error": 0, "warning": 1, "info": 2}
@@ -216,6 +216,13 @@ def _length_findings(run: Pass, context: Context) -> Iterator[DataFinding]:
         seen += (Evidence("the rest", f"at most {few.longest_of_rest:,} tokens a row"),)
         text = {"few": f"{few.count:,}", "total": f"{run.pairs:,}", "ratio": f"{few.ratio:.1f}"}
         yield found("length-outliers", seen, READ_ALL, text, few.count)
+
+
+def _as_sure_as_lengths(finding: DataFinding, run: Pass) -> DataFinding:
+    """What is said of lengths is no surer than they are."""
+    if run.lengths.all_exact or finding.id == "data.lengths-estimated" or finding.confidence != "certain":
+        return finding
+    return replace(finding, confidence="likely", basis="estimated lengths of every row")
 
 
 def _repeat_findings(run: Pass, evaluation: Pass | None, context: Context) -> Iterator[DataFinding]:
