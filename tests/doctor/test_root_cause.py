@@ -50,6 +50,26 @@ def at(step: int, steps: int = 100) -> str:
 RUNNING = LAUNCH + BEGIN + at(5) + "\n"
 
 FIRST_CAUSE = {
+    "Slurm's own word on memory, then its cancel": (
+        "slurmstepd: error: Detected 3 oom_kill events in StepId=991.0. Some of the step tasks have been OOM Killed.\n"
+        "srun: error: node-0: task 3: Out Of Memory\n" + SCANCEL,
+        "memory.host-oom",
+    ),
+    "PBS and its wall time": ("=>> PBS: job killed: walltime 3612 exceeded limit 3600\n", "launch.time-limit"),
+    "LSF and its memory limit": (
+        "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.\nExited with exit code 137.\n",
+        "memory.host-oom",
+    ),
+    "DeepSpeed's launcher after a SIGKILL": (
+        "[launch.py:319:sigkill_handler] Killing subprocess 11\n"
+        "[launch.py:325:sigkill_handler] ['python', '-u', 'train.py', '--local_rank=7'] exits with return code = -9\n",
+        "memory.killed-9",
+    ),
+    "torchrun's summary alone": (
+        "Root Cause (first observed failure):\n[0]:\n  rank      : 3 (local_rank: 3)\n  exitcode  : -9 (pid: 1234)\n"
+        "  traceback : Signal 9 (SIGKILL) received by PID 1234\n",
+        "memory.killed-9",
+    ),
     "an OOM, then the others' time-out": (RUNNING + OOM + TIMEOUT + failed(1), "memory.gpu-oom"),
     "a time-out printed in the same minute before the OOM": (RUNNING + TIMEOUT + OOM + failed(1), "memory.gpu-oom"),
     "an OOM, then a rerun that finds its port taken by the rest": (
@@ -84,6 +104,17 @@ def test_first_cause(log: str, cause: str) -> None:
 
 
 NOTHING = {
+    "a rank that comes before the master and tries again": (
+        "[W socket.cpp:663] [c10d] The client socket has failed to connect to [node-0]:29500 (errno: 111 - Connection "
+        "refused).\n" + RUNNING
+    ),
+    "no IPv6": (
+        "[W socket.cpp:464] [c10d] The server socket has failed to bind to [::]:29500 (errno: 97 - Address family not "
+        "supported by protocol).\n" + RUNNING
+    ),
+    "NCCL telling what it uses": "node-0:1:1 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\n" + RUNNING,
+    "an echo of the DeepSpeed file": '  "stage3_gather_16bit_weights_on_model_save": false}\n' + RUNNING,
+    "pip's complaint": "ERROR: llamafactory 0.9.5 requires transformers<=5.6.0, but you have transformers 5.9.0.\n",
     "an empty log": "",
     "a run that failed, fixed and run again to its end": RUNNING + OOM + failed(1) + LAUNCH + BEGIN + at(99) + END,
     "a run that failed, run again and still going": RUNNING + OOM + failed(1) + LAUNCH + BEGIN + at(50),
