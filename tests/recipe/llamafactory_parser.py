@@ -28,10 +28,12 @@ os.environ.update(
     LLAMAFACTORY_VERBOSITY="ERROR",
 )
 
+import deepspeed.ops  # noqa: E402
 import llamafactory.hparams.parser as parser  # noqa: E402
 import torch.distributed  # noqa: E402
 import transformers.training_args  # noqa: E402
 
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # nobody needs it here, and compiling it takes a minute
 torch.distributed.init_process_group("gloo")
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 parser.is_torch_bf16_gpu_available = lambda: True

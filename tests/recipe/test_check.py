@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from dpofit.cli.app import main
 from dpofit.hardware.gpus import find_gpu
 from dpofit.recipe.advice import ADVICE

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from dpofit.errors import BadInput
 from dpofit.recipe.deepspeed_examples import EXAMPLES
 from dpofit.recipe.keys import deepspeed_keys

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from dpofit.cli.app import main
 from dpofit.recipe.diff import differences, read_side
 

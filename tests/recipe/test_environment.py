@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from dpofit.errors import BadInput
 from dpofit.recipe.load import load_recipe
 

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from dpofit.recipe.keys import known_keys, nearest, wrong_choice, wrong_type
+
+from dpofit.recipe.keys import known_keys, nearest, out_of_range, wrong_choice, wrong_type
 from dpofit.recipe.memory_keys import HARMLESS, OWNED_BY, TYPED
 from dpofit.recipe.retired import RETIRED
 
@@ -95,6 +96,23 @@ def test_values_llamafactory_can_use_are_accepted(key, value):
 )
 def test_values_that_fail_or_mean_something_else_are_refused(key, value):
     assert wrong_type(known_keys()[key], value) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("per_device_train_batch_size", 0, True),
+        ("gradient_accumulation_steps", -1, True),
+        ("cutoff_len", 0, True),
+        ("learning_rate", float("nan"), True),
+        ("save_steps", float("inf"), True),
+        ("max_grad_norm", float("inf"), False),
+        ("max_steps", -1, False),
+        ("learning_rate", 0, False),
+    ],
+)
+def test_numbers_no_run_can_use_are_refused(key, value, refused):
+    assert (out_of_range(known_keys()[key], value) is not None) is refused
 
 
 def test_a_wrong_choice_names_the_nearest_and_all():

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from dpofit.errors import BadInput
 from dpofit.recipe.load import load_recipe
 

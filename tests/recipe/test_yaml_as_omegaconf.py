@@ -6,12 +6,13 @@ import os
 import string
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from dpofit.errors import BadInput
 from dpofit.recipe.interpolation import InterpolationError, resolve
 from dpofit.recipe.overrides import merge, parse_overrides
 from dpofit.recipe.yaml_file import read_document
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytestmark = pytest.mark.stack
 omegaconf = pytest.importorskip("omegaconf")

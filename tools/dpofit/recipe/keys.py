@@ -8,6 +8,7 @@ text "false", for one, counts as true.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,11 @@ COMMA_LISTS = words(
 # Accepted beside what the annotation says: dataset_dir as the content of dataset_info.json (data/parser.py 98),
 # resume_from_checkpoint: true (transformers trainer.py: the newest checkpoint).
 _ALSO_ACCEPTED = {"dataset_dir": "dict", "resume_from_checkpoint": "bool"}
+# Nothing runs, or everything overflows, below one.
+_AT_LEAST_ONE = words(
+    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps cutoff_len lora_rank"
+)
+_MAY_BE_INFINITE = words("max_grad_norm")
 _YAML_NO = {False: "no", True: "yes"}
 
 
@@ -123,6 +129,17 @@ def wrong_choice(key: KnownKey, value: Any) -> tuple[str, str] | None:
     close = nearest(value, key.choices, likeness=0.6)
     meant = f"Did you mean {close}? " if close else ""
     return f"is {value!r}", f"{meant}Choose one of {', '.join(key.choices)}."
+
+
+def out_of_range(key: KnownKey, value: Any) -> tuple[str, str] | None:
+    """(what is wrong, what would be right) with a number no run can use, or None."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    if math.isnan(value) or (math.isinf(value) and key.name not in _MAY_BE_INFINITE):
+        return f"is {value}", "Give a finite number."
+    if key.name in _AT_LEAST_ONE and value < 1:
+        return f"is {value}", "Give 1 or more."
+    return None
 
 
 def _text_for_switch(value: str) -> tuple[str, str] | None:

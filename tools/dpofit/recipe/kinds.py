@@ -50,6 +50,7 @@ KINDS: dict[str, Kind] = {
         'or is taken for something else (the text "false" counts as true).'
     ),
     "config.invalid-choice": _refused("The key takes only the values listed."),
+    "config.out-of-range": _refused("A number that no run can use, such as a batch of 0."),
     "config.missing-value": _refused("`???` marks a value that someone must still fill in."),
     "config.interpolation": _refused(
         "An OmegaConf `${}` that points nowhere, at itself, or at a resolver that dpofit does not read."

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpofit.recipe.issue import Issue
-from dpofit.recipe.keys import known_keys, nearest, pinned_versions, wrong_choice, wrong_type
+from dpofit.recipe.keys import known_keys, nearest, out_of_range, pinned_versions, wrong_choice, wrong_type
 from dpofit.recipe.overrides import COMMAND_LINE
 from dpofit.recipe.retired import RETIRED
 from dpofit.recipe.secrets import is_secret
@@ -78,6 +78,8 @@ def value_issues(settings: Settings, extra_keys_allowed: bool) -> list[Issue]:
         elif problem := wrong_type(key, value):
             wrong = "is not text" if is_secret(name) else problem[0]
             issues.append(settings.issue("config.wrong-type", name, wrong, problem[1]))
+        elif problem := out_of_range(key, value):
+            issues.append(settings.issue("config.out-of-range", name, *problem))
         elif problem := wrong_choice(key, value):
             issues.append(settings.issue("config.invalid-choice", name, *problem))
         elif isinstance(value, str) and key.types <= {"bool", "null"}:

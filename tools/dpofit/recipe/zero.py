@@ -36,6 +36,13 @@ _MEMORY_SECTIONS = words(
     use_data_before_expert_parallelism zenflow
     """
 )
+# Keys of the fp16 and bf16 sections that change what is kept or when (runtime/precision_config.py).
+_PRECISION_MEMORY_KEYS = words(
+    """
+    auto_cast fp16_master_weights_and_grads immediate_grad_update bf16_master_weights_and_grads
+    bf16_optimizer_states
+    """
+)
 # ZeRO settings read below, and ones that cannot change memory.
 _ZERO_READ = words(
     """
@@ -220,7 +227,7 @@ def _grad_accum_dtype(config: Mapping[str, Any]) -> str | None:
 
 def _other_sections(config: Mapping[str, Any], reading: _Reading) -> None:
     """Every section beside ZeRO: harmless, unmodelled, or unknown to DeepSpeed."""
-    for name, value in config.items():
+    for name, value in ((str(name), value) for name, value in config.items()):
         if name.startswith("_") or name == "zero_optimization":
             continue
         if name not in _HARMLESS_SECTIONS | _MEMORY_SECTIONS:
@@ -233,8 +240,8 @@ def _other_sections(config: Mapping[str, Any], reading: _Reading) -> None:
             reading.unmodelled.append(f"deepspeed.{name}")
     for name in ("fp16", "bf16"):
         section = config.get(name)
-        for key in section if isinstance(section, Mapping) else ():
-            if "master" in key or "optimizer_states" in key or key in ("immediate_grad_update", "auto_cast"):
+        for key, value in section.items() if isinstance(section, Mapping) else ():
+            if key in _PRECISION_MEMORY_KEYS and value:
                 reading.unmodelled.append(f"deepspeed.{name}.{key}")
 
 
