@@ -44,6 +44,8 @@ for _name in ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scat
     if hasattr(TorchBackend, _name):
         _finish_before_returning(_name)
 
+import llamafactory.train.tuner  # noqa: E402, F401
+
 # DeepSpeed collects garbage dozens of times while it starts; what the server imported need not be looked at again.
 gc.collect()
 gc.freeze()
