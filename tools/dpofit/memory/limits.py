@@ -130,7 +130,7 @@ def allocated_by_steps(job: Job, plan: Plan) -> Callable[[int], int]:
 
     def allocated(steps: int) -> int:
         if steps not in seen:
-            step = steady_step(at_prompt(job, steps * STEP_TOKENS), plan)
+            step = steady_step(at_prompt(job, max(steps, 1) * STEP_TOKENS), plan)  # rows are never empty
             seen[steps] = lasting + highest(phase_peaks(step, GPU)).size_bytes
         return seen[steps]
 
