@@ -28,7 +28,7 @@ def disk_use(job: Job) -> DiskUse:
     if recipe.save_only_model:
         optimizer = 0
     elif recipe.zero is None:
-        optimizer = 2 * (BF16 if recipe.pure_bf16 else FP32) * trained
+        optimizer = 2 * job.trained_bytes * trained
         if "8bit" in recipe.optim:
             optimizer = 2 * trained
     else:

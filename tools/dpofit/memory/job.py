@@ -107,8 +107,12 @@ class Job:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of a trainable weight as the forward finds it (llamafactory 0.9.5 model/adapter.py:316-346)."""
-        return FP32 if self.autocast else BF16
+        """Bytes of a trainable weight as the forward finds it: DeepSpeed makes all bf16; without it LLaMA-Factory
+        upcasts (0.9.5 model/adapter.py:316-346) unless pure_bf16, and PEFT upcasts adapters even then (0.18.1
+        get_peft_model autocast_adapter_dtype)."""
+        if self.recipe.zero is not None or (self.full and self.recipe.pure_bf16):
+            return BF16
+        return FP32
 
     @property
     def lora_targets(self) -> frozenset[str]:

@@ -82,58 +82,76 @@ class Ops:
         base = self.base_linear(x, linear)
         name = linear.name
         inputs, outputs = spec.tokens * linear.in_features, spec.tokens * linear.out_features
+        # fp32 adapters: _cast_input_dtype brings x to fp32; autocast then casts down again, and saves that copy
+        upcast = lora.adapter_bytes == FP32
+        width = FP32 if upcast and not spec.autocast else BF16  # bytes an element of what adapters compute
         wide: Storage | None = None
         saved_in = tape.hold(x.storage)
-        if lora.adapter_bytes == FP32:
-            # _cast_input_dtype to the adapter's fp32; autocast then casts down again, and saves that copy
-            wide = tape.new(f"{name}.lora_wide", inputs * FP32, "activations")
+        if upcast:
             tape.drop(saved_in)
-            saved_in = tape.new(f"{name}.lora_in", inputs * BF16, "activations")
+            wide = tape.new(f"{name}.lora_wide", inputs * FP32, "activations")
+            saved_in = tape.hold(wide) if width == FP32 else tape.new(f"{name}.lora_in", inputs * BF16, "activations")
         dropped: Storage | None = None
         if lora.dropout:
-            dropped = tape.new(f"{name}.lora_dropout", inputs * BF16, "activations")
+            dropped = tape.new(f"{name}.lora_dropout", inputs * width, "activations")
             mask = tape.new(f"{name}.lora_mask", inputs, "activations")
         tape.mark("pre", f"{name}.lora_A")
-        a = tape.new(f"{name}.lora_a", spec.tokens * lora.rank * BF16, "activations")
+        a = tape.new(f"{name}.lora_a", spec.tokens * lora.rank * width, "activations")
         tape.mark("post", f"{name}.lora_A")
         if not tape.grad:
             tape.drop(saved_in)
         tape.mark("pre", f"{name}.lora_B")
-        b = tape.new(f"{name}.lora_b", outputs * BF16, "activations")
+        b = tape.new(f"{name}.lora_b", outputs * width, "activations")
         tape.mark("post", f"{name}.lora_B")
-        scaled = tape.new(f"{name}.lora_scaled", outputs * BF16, "activations")
+        scaled = tape.new(f"{name}.lora_scaled", outputs * width, "activations")
         tape.drop(b)
-        y = Value(tape.new(f"{name}.lora_out", outputs * BF16, "activations"), True)
-        tape.drop(scaled, wide)
+        total = tape.new(f"{name}.lora_out", outputs * width, "activations")
+        y = Value(total, True)
+        tape.drop(scaled, base.storage)
+        if width == FP32:  # result.to(torch_result_dtype)
+            y.storage = tape.new(f"{name}.lora_result", outputs * BF16, "activations")
+            tape.drop(total)
+        tape.drop(wide)
 
         def backward(grad: Storage) -> None:
-            scaled_grad = tape.new(f"{name}.grad_scaled", outputs * BF16, "activation_grads")
+            total_grad = tape.new(f"{name}.grad_total", outputs * FP32 if width == FP32 else 0, "activation_grads")
+            base_grad = tape.hold(grad)
+            if width == FP32:
+                tape.drop(base_grad)
+                base_grad = tape.new(f"{name}.grad_base", outputs * BF16, "activation_grads")
+            scaled_grad = tape.new(f"{name}.grad_scaled", outputs * width, "activation_grads")
+            tape.drop(total_grad)
             tape.mark("pre_backward", f"{name}.lora_B")
-            a_grad = tape.new(f"{name}.grad_a", spec.tokens * lora.rank * BF16, "activation_grads")
-            self.weight_gradient(f"{name}.lora_B", lora.rank * linear.out_features, lora.adapter_bytes)
+            a_grad = tape.new(f"{name}.grad_a", spec.tokens * lora.rank * width, "activation_grads")
+            self._adapter_gradient(f"{name}.lora_B", lora.rank * linear.out_features, lora)
             tape.mark("post_backward", f"{name}.lora_B")
             tape.drop(scaled_grad)
             tape.mark("pre_backward", f"{name}.lora_A")
-            self.weight_gradient(f"{name}.lora_A", lora.rank * linear.in_features, lora.adapter_bytes)
+            self._adapter_gradient(f"{name}.lora_A", lora.rank * linear.in_features, lora)
             if x.needs_grad:
-                low = tape.new(f"{name}.grad_lora_in", inputs * BF16, "activation_grads")
-                if lora.adapter_bytes == FP32:
-                    up = tape.new(f"{name}.grad_lora_wide", inputs * FP32, "activation_grads")
-                    tape.drop(low)
+                low = tape.new(f"{name}.grad_lora_in", inputs * width, "activation_grads")
+                if upcast:
+                    up = low if width == FP32 else tape.new(f"{name}.grad_lora_wide", inputs * FP32, "activation_grads")
+                    if up is not low:
+                        tape.drop(low)
                     low = tape.new(f"{name}.grad_lora_down", inputs * BF16, "activation_grads")
                     tape.drop(up)
-                low.view = lora.adapter_bytes == BF16
+                low.view = not upcast
                 tape.give(x, low)
             tape.mark("post_backward", f"{name}.lora_A")
             tape.drop(a_grad)
-            tape.give(base, tape.hold(grad))
+            tape.give(base, base_grad)
 
         saved = [saved_in, a] if dropped is None else [mask, dropped, a]
         tape.node(y, saved, backward)
-        tape.drop(saved_in if tape.grad else None, a, base.storage, dropped)
+        tape.drop(saved_in if tape.grad else None, a, dropped)
         if lora.dropout:
             tape.drop(mask)
         return y
+
+    def _adapter_gradient(self, module: str, elements: int, lora: Lora) -> None:
+        computed_wide = lora.adapter_bytes == FP32 and not self.spec.autocast
+        self.weight_gradient(module, elements, lora.adapter_bytes, computed_wide)
 
     def weight_gradient(
         self, module: str, elements: int, adapter_bytes: int | None = None, computed_wide: bool = False

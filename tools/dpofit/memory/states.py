@@ -55,7 +55,7 @@ def base_weight_bytes(job: Job) -> int:
 def adam_bytes(job: Job, elements: int) -> tuple[int, int]:
     """Optimizer state bytes for `elements` trained elements, as (on the GPU, in managed memory that can leave it)."""
     optim = job.recipe.optim
-    element_bytes = BF16 if job.recipe.pure_bf16 else FP32
+    element_bytes = FP32 if job.recipe.zero is not None else job.trained_bytes
     state_bytes = 2 * element_bytes * elements
     if "8bit" in optim:
         embeddings = 0
@@ -124,6 +124,10 @@ def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
             State("adam", 2 * FP32 * share, "optimizer", "host_pageable"),
             State("grads_fp32", share * FP32, "gradients", pinned, subgroups),
         ]
+        if zero.stage < 3:  # temp_grad_buffer_for_gpu_offload and its pinned twin, stage_1_and_2.py:540-550
+            largest = largest_tensor(job)
+            states.append(State("offload_grad_buffer", largest * BF16, "buckets"))
+            states.append(State("offload_grad_buffer_host", largest * BF16, "gradients", pinned))
         if zero.stage == 3:
             states.append(State("grad_partition", share * BF16, "gradients", pinned))
     else:
@@ -150,3 +154,11 @@ def parameter_tensors(job: Job) -> int:
 def trained_tensors(job: Job) -> int:
     """How many tensors are trained: the optimizer's states and temporaries come tensor by tensor."""
     return parameter_tensors(job) if job.full else 2 * job.model.layers * len(job.lora_targets)
+
+
+def largest_tensor(job: Job) -> int:
+    """Elements of the largest trained tensor."""
+    if job.full:
+        return job.model.embedding_parameters
+    sides = [max(x.in_features, x.out_features) for x in job.model.linears if x.name in job.lora_targets]
+    return job.recipe.lora_rank * max(sides, default=0)

@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dpofit.memory.head import LOGITS_GRADIENT
 from dpofit.memory.job import Job
 from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, decide, lay
 from dpofit.memory.parts import Part, evaluation, micro_batch
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Phase, Program, Repeat
 from dpofit.memory.spec import BF16, FP32
-from dpofit.memory.states import State, base_weight_bytes, optimizer_states, trained_tensors, weight_states
+from dpofit.memory.states import (
+    State,
+    base_weight_bytes,
+    largest_tensor,
+    optimizer_states,
+    trained_tensors,
+    weight_states,
+)
 from dpofit.memory.tape import Mark
 from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
 from dpofit.memory.zero3 import ModuleIds, persistent_elements
@@ -66,8 +74,8 @@ def steady_step(job: Job, plan: Plan) -> Program:
     return Program(tuple(_step(job, plan.sizes, micro_batch(job), 2, plan.steady, [])))
 
 
-def _allocate(states: list[State]) -> Items:
-    events: Items = []
+def _allocate(states: list[State]) -> list[Event]:
+    events: list[Event] = []
     for state in states:
         if state.space == "host_pinned" and state.size_bytes:
             block = math.ceil(state.size_bytes / state.blocks)
@@ -172,41 +180,46 @@ def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int
 def _step(
     job: Job, sizes: ZeroSizes | None, parts: list[Part], step: int, decisions: Decisions, appearing: list[State]
 ) -> list[Phase]:
-    buffers: Items = []
-    if job.zero_stage in (1, 2) and sizes is not None:
-        copies = 2 if job.zero.overlap_comm else 1
-        size_bytes = copies * min(sizes.reduce_bucket, job.trained_parameters) * BF16
-        buffers = [Event("ipg_buckets", size_bytes, "buckets", "gpu", "compute")]
     laid = lay(parts, decisions)
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
-    backward = buffers + laid["backward"]
+    buffers = _buckets(job, sizes)
     gradients_stay = job.zero_stage < 2
-    partition = _partition_gradients(job)
-    if partition:
-        backward.insert(0, Event("grads_in_partition", partition, "gradients"))
-    phases.append(Phase("backward", step, tuple(backward)))
+    phases.append(Phase("backward", step, tuple(_with_buckets(laid["backward"], buffers))))
     if job.recipe.gradient_accumulation > 1 and gradients_stay:
         phases.append(Phase("accumulate", step, tuple(_accumulate(parts))))
-    items = [_end(event) for event in buffers if isinstance(event, Event)]
+    items: Items = [_end(buffer) for buffer in buffers if buffer.tag == "ipg_buckets"]
     items += _optimizer_step(job, sizes, appearing)
-    if partition:
-        items.append(Event("grads_in_partition", -partition, "gradients"))
+    items += [_end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
     if gradients_stay:
         items += _zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))
     return phases
 
 
-def _end(event: Event | Repeat) -> Event | Repeat:
-    assert isinstance(event, Event)
+def _end(event: Event) -> Event:
     return event._replace(size_bytes=-event.size_bytes)
 
 
-def _partition_gradients(job: Job) -> int:
-    """ZeRO-1/2 without offload: the averaged gradients of this rank's partition (stage_1_and_2.py:1447-1476)."""
-    if job.zero_stage not in (1, 2) or job.zero.offload_optimizer != "none":
-        return 0
-    return math.ceil(job.trained_parameters / job.world_size) * BF16
+def _buckets(job: Job, sizes: ZeroSizes | None) -> list[Event]:
+    """What ZeRO-1/2 allocate in each backward: reduce buckets, two when they overlap, whole however little is trained
+    (stage_1_and_2.py:2230-2253), and this rank's averaged gradients unless they go to the host (1447-1476)."""
+    if job.zero_stage not in (1, 2) or sizes is None:
+        return []
+    buckets = sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1)
+    found = [Event("ipg_buckets", buckets * BF16, "buckets")]
+    if job.zero.offload_optimizer == "none":
+        partition = math.ceil(job.trained_parameters / job.world_size)
+        found.append(Event("grads_in_partition", partition * BF16, "gradients"))
+    return found
+
+
+def _with_buckets(backward: Items, buffers: list[Event]) -> Items:
+    """They appear when the gradient reaches the engine's output, the bf16 logits (engine.py:2236-2243)."""
+    first = (
+        index + 1 for index, item in enumerate(backward) if isinstance(item, Event) and item.tag == LOGITS_GRADIENT
+    )
+    at = next(first, 0)
+    return [*backward[:at], *buffers, *backward[at:]]
 
 
 def _zero_grad(parts: list[Part]) -> Items:
@@ -243,13 +256,13 @@ def _added_in_place(part: Part) -> Part:
 
 def _optimizer_step(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -> Items:
     """Temporaries of the step: fp32 gradients of a group, then what the optimizer itself needs."""
-    items = _allocate(appearing)
+    items: Items = list(_allocate(appearing))
     foreach = job.recipe.optim == "adamw_torch"
     trained = job.trained_parameters
     zero = job.recipe.zero
     if zero is None:
         if foreach:  # torch/optim/adamw.py _multi_tensor_adamw: exp_avg_sq_sqrt of all parameters at once
-            size_bytes = trained * (BF16 if job.recipe.pure_bf16 else FP32)
+            size_bytes = trained * job.trained_bytes
             square_roots = _allocate([State("foreach", size_bytes, "optimizer_workspace", blocks=trained_tensors(job))])
             items += [*square_roots, *map(_end, square_roots)]
         return items
@@ -259,7 +272,7 @@ def _optimizer_step(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -
     assert sizes is not None
     group = min(share, sizes.sub_group) if zero.stage == 3 else share
     if zero.stage < 3:  # get_grad_norm_direct takes each gradient to float64 whole (stage_1_and_2.py:1859)
-        largest = job.model.embedding_parameters if job.full else _largest_adapter(job)
+        largest = largest_tensor(job)
         items += _pair("grad_norm", min(largest, share) * 8, "optimizer_workspace")
     flat = Event("flat_grads", group * BF16, "optimizer_workspace")
     wide = Event("fp32_grads", group * FP32, "optimizer_workspace")
@@ -268,14 +281,6 @@ def _optimizer_step(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -
         items += _pair("foreach", group * FP32, "optimizer_workspace")
     items.append(wide._replace(size_bytes=-wide.size_bytes))
     return items
-
-
-def _largest_adapter(job: Job) -> int:
-    return max(
-        (job.recipe.lora_rank * max(linear.in_features, linear.out_features)
-         for linear in job.model.linears if linear.name in job.lora_targets),
-        default=0,
-    )  # fmt: skip
 
 
 def _save(job: Job) -> Items:
