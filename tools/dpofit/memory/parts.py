@@ -281,5 +281,6 @@ def _head_spec(job: Job) -> HeadSpec:
         tied=job.model.tied_embeddings,
         outputs_cast_to_fp32=job.autocast,
         shifted_logits_copied=not job.stack.at_least("transformers", "4.50"),
+        returned_wide=not job.stack.at_least("transformers", "4.46"),
         own_loss=job.model.model_type == "qwen",
     )
