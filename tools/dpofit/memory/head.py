@@ -16,6 +16,7 @@ from dpofit.models.shape import Linear
 
 # Pass "logits" as category so that the breakdown shows what the vocabulary costs.
 LOGITS = "logits"
+LOGITS_GRADIENT = "logits.grad_bf16"  # of what the model returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def log_probs(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storag
     wide = Value(tape.new("logits.fp32", full, LOGITS), output.needs_grad)
 
     def cast_backward(grad: Storage) -> None:
-        tape.give(output, tape.new("logits.grad_bf16", full // 2, LOGITS))
+        tape.give(output, tape.new(LOGITS_GRADIENT, full // 2, LOGITS))
 
     tape.node(wide, [], cast_backward)
     tape.drop(output.storage)
@@ -127,7 +128,7 @@ def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -
     loss = Value(tape.new("loss", 512, "activations"), output.needs_grad)
 
     def cast_backward(grad: Storage) -> None:
-        tape.give(output, tape.new("logits.grad_bf16", full // 2, LOGITS))
+        tape.give(output, tape.new(LOGITS_GRADIENT, full // 2, LOGITS))
 
     tape.node(wide, [], cast_backward)
     returned = output.storage
@@ -173,7 +174,7 @@ def _own_causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Val
         softmax_grad = tape.new("logits.grad_log_softmax", log_softmax.size_bytes, LOGITS)
         tape.drop(nll, log_softmax)
         if spec.autocast:
-            narrow = tape.new("logits.grad_bf16", shifted_bytes, LOGITS)
+            narrow = tape.new(LOGITS_GRADIENT, shifted_bytes, LOGITS)
             tape.drop(softmax_grad)
             softmax_grad = narrow
         sliced = tape.new("logits.grad_slice", spec.tokens * spec.model.vocab_size * BF16, LOGITS)
@@ -216,10 +217,12 @@ def fused_causal_lm_loss(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadS
         grad_weight = tape.new("tied_grad", model.embedding_parameters * weight_bytes, "gradients")
         if not head.tied:
             grad_weight.tag = f"grad.{name}"
-    weight_cast = tape.new(
-        "lm_head.weight_cast", model.embedding_parameters * BF16 if spec.autocast else 0, "autocast_cache"
-    )
+    # under autocast `grad_logits @ weight` caches a bf16 head; each chunk's `x @ weight.t()`, a view, makes another
+    cast_bytes = model.embedding_parameters * BF16 if spec.autocast else 0
+    weight_cast = tape.new("lm_head.weight_cast", cast_bytes, "autocast_cache")
+    view_cast = tape.new("lm_head.weight_view_cast", cast_bytes, "autocast_cache")
     tape.temporary("logits.chunk", chunk_rows * model.vocab_size * BF16, LOGITS)
+    tape.drop(view_cast)
     loss = Value(tape.new("loss", 512, "activations"), True)
     tape.mark("post", name)
 
