@@ -18,3 +18,13 @@ def _no_guard_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator
     for name in [name for name in os.environ if name.startswith("DPOFIT_GUARD")]:
         monkeypatch.delenv(name)
     yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    def faults(outcome: str) -> int:
+        reports = terminalreporter.stats.get(outcome, [])
+        return sum("guard/test_faults.py" in report.nodeid and report.when == "call" for report in reports)
+
+    survived, tried = faults("passed"), faults("passed") + faults("failed")
+    if tried:
+        terminalreporter.write_line(f"save guard: {tried} faults tried, {survived} survived")

@@ -224,6 +224,9 @@ def test_node_local_disks_get_whole_weights_on_rank_0s_disk(tmp_path: Path) -> N
     assert looks_whole(first / "checkpoint-1") and looks_whole(second / "checkpoint-1")
     assert not (second / "checkpoint-1" / "model.safetensors").exists()
     assert list((second / "checkpoint-1").glob("global_step1/*rank_1*optim_states.pt")) != []
+    from dpofit.train.guard.check import check_checkpoint
+
+    assert [finding.id for finding in check_checkpoint(second / "checkpoint-1")] == ["save.weights-elsewhere"]
 
 
 def _one_shared_disk(run: Run) -> Any:

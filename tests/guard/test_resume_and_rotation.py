@@ -100,3 +100,24 @@ def test_the_best_checkpoint_is_remembered_by_its_final_place(tmp_path: Path) ->
     for _, path in folders.checkpoints(tmp_path):
         remembered = json.loads((path / "trainer_state.json").read_text())["best_model_checkpoint"]
         assert remembered is not None and Path(remembered).parent == tmp_path
+
+
+def expected_and_written_state(run: Run) -> tuple[int, int]:
+    import os
+
+    from dpofit.train import guard
+    from dpofit.train.guard.patches import _state_bytes
+    from tests.guard.runs import build_trainer
+
+    guard.install()
+    trainer = build_trainer(run)
+    trainer.train()
+    pattern = f"checkpoint-1/global_step1/*zero_pp_rank_{os.environ['RANK']}_mp_rank_00_optim_states.pt"
+    return _state_bytes(trainer), next(Path(run.output_dir).glob(pattern)).stat().st_size
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_room_that_optimizer_files_need_is_known_before_they_are_written(tmp_path: Path, zero: int) -> None:
+    run = Run(str(tmp_path), zero=zero, vocab=4096, hidden=64, steps=1, final_save=False)
+    for expected, written in values(run_ranks(expected_and_written_state, 2, run)):
+        assert 0.97 * written < expected < 1.03 * written

@@ -48,7 +48,7 @@ def check_checkpoint(folder: Path, progress: Progress = lambda nbytes: None) -> 
     weights = _read_weights(folder)
     findings += weights.findings
     findings += _against_index(folder, weights)
-    findings += _missing_weights(folder, weights)
+    findings += _missing_weights(folder, weights, manifest)
     findings += _against_config(folder, weights)
     if manifest is not None:
         findings += _against_manifest(folder, manifest, progress)
@@ -152,12 +152,18 @@ def _against_index(folder: Path, weights: _Weights) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _missing_weights(folder: Path, weights: _Weights) -> Iterator[Finding]:
+def _missing_weights(folder: Path, weights: _Weights, manifest: Manifest | None) -> Iterator[Finding]:
     if weights.slots or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin.index.json")):
         return
     if any((folder / name).exists() for name in ("pytorch_model.bin", "adapter_model.bin")):
         yield _finding(
             "save.pickled-weights", "info", "weights are pickled; only safetensors are looked into", folder, ""
+        )
+        return
+    if manifest is not None and not any(entry.path.endswith(".safetensors") for entry in manifest.files):
+        text = "saved on node-local disks: the weights are on rank 0's node"
+        yield _finding(
+            "save.weights-elsewhere", "info", "this node's part of a checkpoint has no weights", folder, text
         )
         return
     zero = sorted(path.name for path in folder.glob("global_step*"))
@@ -230,7 +236,7 @@ def _against_manifest(folder: Path, manifest: Manifest, progress: Progress) -> l
 
 def _hash(path: Path, offset: int, length: int) -> str:
     try:
-        with read_once(path) as fd:
+        with read_once(path, offset, length) as fd:
             return hash_range(fd, offset, length).sha256
     except OSError as error:
         return f"unreadable ({error})"

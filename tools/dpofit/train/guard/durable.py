@@ -18,14 +18,14 @@ def fsync_folder(path: Path) -> None:
 
 
 @contextmanager
-def read_once(path: Path) -> Iterator[int]:
-    """A descriptor for one sequential read that leaves no pages of the file behind."""
+def read_once(path: Path, offset: int = 0, length: int = 0) -> Iterator[int]:
+    """A descriptor for one sequential read, of a range or of all (length 0), that leaves no pages of it behind."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_SEQUENTIAL)
         yield fd
         with suppress(OSError):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

@@ -231,11 +231,14 @@ def _state_bytes(trainer: Any) -> int:
     if trainer.args.save_only_model or trainer.optimizer is None:
         return 0
     optimizer = trainer.optimizer
+    masters: list[Any] = []
     while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # ZeRO 3; 1 and 2
+            masters = masters or list(getattr(optimizer, name, []))
         optimizer = optimizer.optimizer
-    moments = (value for values in optimizer.state.values() for value in values.values())
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return sum(value.nbytes for value in (*moments, *parameters) if isinstance(value, torch.Tensor))
+    masters = masters or [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = [value for values in optimizer.state.values() for value in values.values()]
+    return sum(value.nbytes for value in (*moments, *masters) if isinstance(value, torch.Tensor))
 
 
 def _written_bytes(save: Save) -> int:
