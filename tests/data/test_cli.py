@@ -109,6 +109,20 @@ def test_lengths_out_counts_every_pair_once(folder: Path):
     assert refused.returncode == 2 and "--force" in refused.stderr
 
 
+def test_predict_reads_the_lengths(folder: Path):
+    """The longest pair sets the job's lengths: one of 900 tokens or so among pairs of 100."""
+    rows = [pair(n) for n in range(60)]
+    write_rows(folder / "data" / "pairs.jsonl", [*rows, pair(99, prompt_words=600)])
+    peaks = []
+    for name, most in (("all", 1024), ("short", 200)):
+        out = folder / f"{name}.jsonl"
+        assert dpofit("data", folder / "run.yaml", f"cutoff_len={most}", "--lengths-out", out).returncode == 0
+        done = dpofit("predict", "qwen2.5-7b-dpo/lora-1gpu", "--gpu", "80GiB", "--lengths", out, "--json")
+        assert done.returncode in (0, 1), done.stderr
+        peaks.append(json.loads(done.stdout)["gpu"]["peak_bytes"])
+    assert peaks[0] > peaks[1]
+
+
 def test_text_that_no_encoding_can_print_is_reported(folder: Path):
     (folder / "d.json").write_text(json.dumps([{"prompt": "q \ud83d", "chosen": "x", "rejected": "y", "\ud83d": 1}]))
     for flags in ([], ["--json"]):

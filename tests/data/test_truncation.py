@@ -91,6 +91,7 @@ def test_losing_only_the_line_break_after_the_end_token_is_no_loss(model_folder:
 @pytest.mark.stack
 def test_the_pairwise_processor_cuts_the_same_tokens(model_folder: Path, tmp_path: Path):
     """Real PairwiseDatasetProcessor, on pairs that hit every branch of the cut."""
+    pytest.importorskip("llamafactory")
     import json
 
     from dpofit.data.templates import Thinking
