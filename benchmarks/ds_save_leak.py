@@ -24,10 +24,9 @@ for name, value in {
 }.items():  # fmt: skip
     os.environ.setdefault(name, value)
 
+import deepspeed  # noqa: E402
 import deepspeed.ops  # noqa: E402
 import torch  # noqa: E402
-
-import deepspeed  # noqa: E402
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # don't compile an operator for this
 

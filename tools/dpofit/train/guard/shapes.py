@@ -12,14 +12,19 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 _LAYER = re.compile(r"^(.*?(?:layers|h|blocks))\.(\d+)\.(.+)$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte)\.weight$")
 _HEAD = re.compile(r"(^|\.)lm_head\.weight$")
+# Every layer of these has the same tensors; of others (mixtures, hybrids) that isn't assumed.
+_UNIFORM = {
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "granite", "internlm2", "internlm3", "olmo2",
+    "chatglm", "starcoder2", "cohere", "yi", "baichuan",
+}  # fmt: skip
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def expected_problems(config: Mapping[str, Any], shapes: Shapes) -> list[str]:
     """Sentences naming tensors that are missing or have the wrong shape or dtype; empty if none is found.
 
-    Checked: the number of layers, that every layer has the same tensors with the same shapes (unless the config
-    names layer types or experts), embedding and head against vocab_size and hidden_size, a missing head when
+    Checked: the number of layers, that every layer has the same tensors with the same shapes (for architectures
+    known to be uniform), embedding and head against vocab_size and hidden_size, a missing head when
     embeddings aren't tied, and the declared dtype. Keys that a config lacks are not guessed.
     """
     text: Mapping[str, Any] = config.get("text_config") or config
@@ -39,15 +44,16 @@ def _layers(text: Mapping[str, Any], shapes: Shapes) -> list[str]:
         if (match := _LAYER.match(name)) and "visual" not in name and "vision" not in name:
             stacks[match[1]][int(match[2])][match[3]] = shape
     if not stacks:
-        return ["no tensor belongs to a layer"]
+        return ["no tensor belongs to a layer"] if text.get("model_type") in _UNIFORM else []
     prefix, layers = max(stacks.items(), key=lambda item: len(item[1]))
     problems = []
     missing = sorted(set(range(wanted)) - set(layers))
     if missing:
         problems.append(f"num_hidden_layers is {wanted}; {prefix} lacks {', '.join(map(str, missing[:8]))}")
-    if extra := sorted(set(layers) - set(range(wanted))):
+    extra = sorted(set(layers) - set(range(wanted)))
+    if extra and not any("nextn" in key or "mtp" in key for key in text):  # multi-token heads lie in extra layers
         problems.append(f"num_hidden_layers is {wanted}; {prefix} also has {', '.join(map(str, extra[:8]))}")
-    if _uniform(text) and layers:
+    if text.get("model_type") in _UNIFORM and layers:
         usual = max(layers.values(), key=len)
         for index, tensors in sorted(layers.items()):
             for tensor, shape in usual.items():
@@ -56,12 +62,6 @@ def _layers(text: Mapping[str, Any], shapes: Shapes) -> list[str]:
                 elif tensors[tensor] != shape:
                     problems.append(f"{prefix}.{index}.{tensor} is {list(tensors[tensor])}, elsewhere {list(shape)}")
     return problems
-
-
-def _uniform(text: Mapping[str, Any]) -> bool:
-    kinds = text.get("layer_types")
-    mixed = isinstance(kinds, list) and len(set(kinds) - {"full_attention", "sliding_attention"}) > 0
-    return not mixed and not any("expert" in key or "moe" in key for key in text)
 
 
 def _vocabulary(text: Mapping[str, Any], config: Mapping[str, Any], shapes: Shapes) -> list[str]:
