@@ -131,7 +131,9 @@ def test_a_full_disk_is_told_before_and_if_insisted_after(tiny_model: Path, tmp_
     command = ["unshare", "--mount", "sh", "-c", mount, "sh", *DPOFIT, "launch", str(recipe)]
 
     def run(*more: str) -> subprocess.CompletedProcess:
-        return subprocess.run([*command, *more], cwd=folder, env=environment(), capture_output=True, text=True, timeout=240)
+        return subprocess.run(
+            [*command, *more], cwd=folder, env=environment(), capture_output=True, text=True, timeout=240
+        )
 
     before = run()
     if "Operation not permitted" in before.stderr or "permission denied" in before.stderr:

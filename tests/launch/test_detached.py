@@ -84,7 +84,9 @@ def test_status_shows_step_loss_and_log(folder: Path) -> None:
 
 
 def test_memory_log_has_a_line_for_each_rank_and_step(folder: Path) -> None:
-    lines = until(lambda: [line for line in memory_lines(folder) if line["step"] <= 2][3:] and memory_lines(folder), "two steps")
+    lines = until(
+        lambda: [line for line in memory_lines(folder) if line["step"] <= 2][3:] and memory_lines(folder), "two steps"
+    )
     first = [line for line in lines if line["step"] == 1]
     assert sorted(line["rank"] for line in first) == [0, 1]
     assert all(line["schema"] == "dpofit.memory/1" for line in lines)

@@ -78,7 +78,12 @@ def test_ranks_without_a_card_are_found() -> None:
 
 def test_the_rank_table_is_in_order_of_ranks() -> None:
     rows = rank_table([node(1, 2), node(0, 2)])
-    assert [row[:3] for row in rows] == [("0", "gpu00", "0"), ("1", "gpu00", "1"), ("2", "gpu01", "0"), ("3", "gpu01", "1")]
+    assert [row[:3] for row in rows] == [
+        ("0", "gpu00", "0"),
+        ("1", "gpu00", "1"),
+        ("2", "gpu01", "0"),
+        ("3", "gpu01", "1"),
+    ]
     assert rows[3][3:] == ("1 NVIDIA A100-SXM4-80GB GPU-00010001", "00000000:0F:00.0")
 
 

@@ -17,7 +17,16 @@ import pytest
 
 pytestmark = pytest.mark.stack
 PREFLIGHT = [sys.executable, "-c", "from dpofit.cli.app import main; main()", "preflight", "--json"]
-JOB_VARIABLES = ("NNODES", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "LOCAL_RANK")
+JOB_VARIABLES = (
+    "NNODES",
+    "NODE_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NPROC_PER_NODE",
+    "LOCAL_RANK",
+)
 
 
 def begin(arguments: list[str], inside: list[str] | None = None, **variables: str) -> subprocess.Popen:
@@ -97,7 +106,9 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[list[str], list[str], str]]:
             ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", cable[number])
             ip("-n", name, "link", "set", cable[number], "up")
             ip("-n", name, "link", "set", "lo", "up")
-        inside = [["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={cable[n]}"] for n, name in enumerate(names)]
+        inside = [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={cable[n]}"] for n, name in enumerate(names)
+        ]
         yield inside[0], inside[1], "10.77.0.1"
     finally:
         for name in names:
@@ -129,7 +140,9 @@ def test_a_hostid_of_ones_own_tells_clones_apart(two_hosts: tuple[list[str], lis
     assert all("launch.same-host-id" not in ids(answer) for answer in both)
 
 
-def test_each_nodes_own_master_address_is_found_before_anyone_waits(two_hosts: tuple[list[str], list[str], str]) -> None:
+def test_each_nodes_own_master_address_is_found_before_anyone_waits(
+    two_hosts: tuple[list[str], list[str], str],
+) -> None:
     _, other, _ = two_hosts
     variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.77.0.2", "MASTER_PORT": str(free_port())}
     (answer,) = answers([begin([], other, NPROC_PER_NODE="1", **variables)])

@@ -181,8 +181,12 @@ def test_an_old_driver_is_an_error() -> None:
 
 def test_visible_devices_out_of_range_or_twice() -> None:
     four = machine(4)
-    assert "launch.visible-devices-out-of-range" in {f.id for f in start("torchrun x.py", four, CUDA_VISIBLE_DEVICES="0,5")}
-    assert "launch.visible-devices-duplicate" in {f.id for f in start("torchrun x.py", four, CUDA_VISIBLE_DEVICES="1,1")}
+    assert "launch.visible-devices-out-of-range" in {
+        f.id for f in start("torchrun x.py", four, CUDA_VISIBLE_DEVICES="0,5")
+    }
+    assert "launch.visible-devices-duplicate" in {
+        f.id for f in start("torchrun x.py", four, CUDA_VISIBLE_DEVICES="1,1")
+    }
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def _tell(prepared: Prepared) -> None:
 
 def _dry_run(prepared: Prepared, as_json: bool) -> None:
     from dpofit.launch.environment import masked
-    from dpofit.launch.plan import shown
+    from dpofit.launch.plan import masked_override, shown
 
     plan = prepared.plan
     if not as_json:
@@ -140,7 +140,7 @@ def _dry_run(prepared: Prepared, as_json: bool) -> None:
     variables = [{"name": v.name, "value": masked(v.name, v.value), "why": v.why} for v in plan.variables]
     document = {
         "schema": "dpofit.launch/1",
-        "command": [*plan.command],
+        "command": [masked_override(word) for word in plan.command],
         "environment": variables,
         "folder": str(plan.folder),
         "state": str(plan.state),

@@ -14,7 +14,8 @@ from typing import Any
 from dpofit.launch.environment import Variable, catalogue_source, launch_variables, masked
 from dpofit.launch.plan import masked_override
 from dpofit.recipe.catalogue import written_for
-from dpofit.recipe.load import ReadRecipe
+from dpofit.recipe.environment import ALLOWED
+from dpofit.recipe.load import ReadRecipe, load_recipe
 
 IMAGE = "registry.example/dpofit:latest"
 _DEFAULT_GPUS = 8
@@ -33,11 +34,13 @@ def emitted(found: ReadRecipe, overrides: Sequence[str], kind: str) -> str:
     """The file's text. NNODES and NPROC_PER_NODE decide, else the cluster the recipe is written for, else 1 x 8."""
     assert found.recipe is not None
     recipe = found.recipe.source.resolve()
+    # What this machine happens to export is no business of the cluster's.
+    elsewhere = {name: value for name, value in os.environ.items() if not ALLOWED.fullmatch(name)}
+    asked = load_recipe(str(recipe), overrides, elsewhere).recipe
     words = ["dpofit", "launch", str(recipe), *(masked_override(word) for word in overrides)]
     shape = _shape(recipe)
     name = re.sub(r"[^a-z0-9]+", "-", found.recipe.name.lower()).strip("-")[:50] or "dpofit"
-    # The card's own variables only: what this machine happens to export is no business of the cluster's.
-    variables = launch_variables(found.recipe, {}, shape.gpus, cores=shape.gpus, torchrun=False)
+    variables = launch_variables(asked, {}, shape.gpus, cores=shape.gpus, torchrun=False)
     write = _slurm if kind == "slurm" else _kubernetes
     return write(name, words, Path.cwd(), shape, variables)
 

@@ -60,7 +60,9 @@ def accelerate_command(topology: Topology, recipe: Path, overrides: Sequence[str
     if topology.nodes > 1:
         words += ["--num_machines", str(topology.nodes), "--machine_rank", str(topology.node_rank)]
         words += ["--main_process_ip", topology.master_addr, "--main_process_port", str(topology.master_port)]
-    return shlex.join([*words, "--mixed_precision", "no", "-m", "dpofit.train", str(recipe), *overrides])
+    return shlex.join(
+        [*words, "--mixed_precision", "no", "-m", "dpofit.train", str(recipe), *map(masked_override, overrides)]
+    )
 
 
 def run_folder(recipe: Path) -> Path:
@@ -80,7 +82,9 @@ def write_plan(plan: Plan) -> None:
     for name in ("folder", "state", "output_dir"):
         document[name] = str(document[name])
     document["variables"] = [[v.name, v.value, v.why] for v in plan.variables]
-    (plan.state / PLAN_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    path = plan.state / PLAN_FILE
+    path.touch(mode=0o600)  # overrides may hold a token
+    path.write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
 def read_plan(state: Path) -> Plan | None:

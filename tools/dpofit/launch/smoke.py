@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpofit.launch.build_lock import operator_cache, remove_left_locks
 from dpofit.launch.death import Outcome
 from dpofit.launch.environment import Variable, cpu_variables, launch_variables
 from dpofit.launch.network import free_port
@@ -73,6 +74,8 @@ def smoke(
         _write_assets(folder, plan, tiny_config(read.recipe.model, read.recipe.source.parent))
         variables = _variables(read, gpus, ranks, folder)
         log = folder / "log"
+        if not gpus:  # our own cache of operators: an earlier smoke run may have been killed while it built one
+            remove_left_locks(operator_cache({v.name: v.value for v in variables}))
 
         def run(name: str, overrides: Sequence[str]) -> Outcome:
             tell(f"{name}: {ranks} rank{'s' if ranks > 1 else ''} on {'GPU' if gpus else 'CPU'}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpofit.findings import Evidence, Finding
+from dpofit.launch.build_lock import left_locks, operator_cache
 from dpofit.launch.machine import Machine
 from dpofit.launch.starts import Start
 from dpofit.recipe.load import ReadRecipe
@@ -38,6 +39,7 @@ def host_findings(machine: Machine, start: Start, found: ReadRecipe | None) -> I
         )  # fmt: skip
     if found is not None and found.recipe is not None:
         yield from _cpu_adam(machine, found)
+        yield from _build_locks(start, found)
     if machine.inventory.cards:
         nccl = machine.versions.get("nvidia-nccl-cu13") or machine.versions.get("nvidia-nccl-cu12") or "torch's own"
         cuda = ".".join(map(str, machine.inventory.cuda_driver)) if machine.inventory.cuda_driver else "unknown"
@@ -45,6 +47,19 @@ def host_findings(machine: Machine, start: Start, found: ReadRecipe | None) -> I
         yield Finding(
             "launch.versions", "info",
             f"driver {machine.inventory.driver} (CUDA {cuda}), torch {torch} (CUDA {machine.torch_cuda}), NCCL {nccl}",
+        )  # fmt: skip
+
+
+def _build_locks(start: Start, found: ReadRecipe) -> Iterator[Finding]:
+    recipe = found.recipe
+    if recipe is None or recipe.zero is None or recipe.zero.offload_optimizer == "none":
+        return
+    for lock in left_locks(operator_cache(start.environment)):
+        yield Finding(
+            "launch.build-lock-left", "warning", f"a build that was killed left its lock: {lock.parent.name}",
+            (Evidence(str(lock), "held open by no process of this user on this machine"),),
+            "torch waits for the lock before it loads the operator, without a word and without end.",
+            f"If nobody builds there on another machine: rm '{lock}'.",
         )  # fmt: skip
 
 
