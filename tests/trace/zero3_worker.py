@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 2 zero3_worker.py REQUESTS.json OUT.json
 """
 
+# ruff: noqa: E402  the environment is set before deepspeed is imported
 import json
 import os
 import sys
@@ -11,13 +12,12 @@ from pathlib import Path
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
 
-import torch.distributed as dist  # noqa: E402
+import torch.distributed as dist
 
 dist.init_process_group("gloo")
 
-import llamafactory.train.tuner  # noqa: F401
-
 import deepspeed
+import llamafactory.train.tuner  # noqa: F401
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

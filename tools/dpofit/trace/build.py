@@ -28,15 +28,21 @@ def _as_on_cuda(function: Any) -> Any:
     return scope[function.__name__]
 
 
+def import_training_stack() -> None:
+    """LLaMA-Factory first: importing it mends what trl 0.24 misreads of transformers 5."""
+    import llamafactory.train.tuner  # noqa: F401
+
+    logging.getLogger("llamafactory").setLevel(logging.WARNING)
+
+
 @contextmanager
 def cuda_semantics(request: TraceRequest) -> Iterator[list[str]]:
     """Inside, LLaMA-Factory's code runs as it would on a CUDA machine; yields the list of substitutions made."""
-    import llamafactory.train.tuner  # noqa: F401  first: it mends what trl 0.24 misreads of transformers 5
+    import_training_stack()
     import transformers.integrations.flash_attention
     import transformers.masking_utils
     import transformers.modeling_flash_attention_utils as flash
 
-    logging.getLogger("llamafactory").setLevel(logging.WARNING)
     done: list[str] = []
     with ExitStack() as stack:
         patch = lambda target, name, value: stack.enter_context(mock.patch.object(target, name, value))  # noqa: E731
@@ -120,6 +126,7 @@ def arguments(request: TraceRequest) -> tuple[Any, Any]:
 def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: bool = True) -> torch.nn.Module:
     """The policy (or, not trainable, the reference) with LLaMA-Factory's patches; parameters live in `fake`, or are
     real and random."""
+    import_training_stack()
     from llamafactory.model.adapter import init_adapter
     from llamafactory.model.model_utils.attention import configure_attn_implementation
     from llamafactory.model.model_utils.liger_kernel import apply_liger_kernel

@@ -92,7 +92,7 @@ def flash_attn_varlen_func(
 
 
 def _softmax_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """ATen cuda/SoftMax.cu host_softmax: `input_.contiguous()`."""
+    """ATen cuda/SoftMax.cu host_softmax: `input_.contiguous()`; the CPU kernel does the same, which a test measures."""
     tensor = args[0]
     return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
 
@@ -134,11 +134,15 @@ def _embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return tokens * (4 * 8 + gradient.shape[-1] * _INNER)
 
 
-WORKSPACE: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], int]] = {
+Workspaces = dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], int]]
+
+CPU_WORKSPACE: Workspaces = {  # ATen SoftMax.cpp asks for contiguous tensors too
     aten._log_softmax.default: _softmax_copy,
     aten._softmax.default: _softmax_copy,
     aten._log_softmax_backward_data.default: _softmax_backward_copy,
     aten._softmax_backward_data.default: _softmax_backward_copy,
+}
+CUDA_WORKSPACE: Workspaces = CPU_WORKSPACE | {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.embedding_dense_backward.default: _embedding_backward,

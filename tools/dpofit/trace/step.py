@@ -46,7 +46,7 @@ def trace_step(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         mode = StorageMode(
             recorder,
-            kernels.WORKSPACE if request.cuda else {},
+            kernels.CUDA_WORKSPACE if request.cuda else kernels.CPU_WORKSPACE,
             lambda tensor: _scalar(tensor, request),
             kernels.accumulate_in_place,
         )

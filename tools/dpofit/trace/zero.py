@@ -54,11 +54,10 @@ def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
         before = real_accelerator.get_accelerator()
         real_accelerator.set_accelerator(deepspeed_accelerator(pin))
         stack.callback(real_accelerator.set_accelerator, before)
+        import deepspeed
         import deepspeed.ops.adam.cpu_adam
         import deepspeed.utils.groups
         from deepspeed.runtime.zero import partitioned_param_coordinator
-
-        import deepspeed
 
         # Compares this rank with the others; alone, rank 0 agrees with itself.
         patch = mock.patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda *_: None)
