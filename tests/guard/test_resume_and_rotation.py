@@ -121,3 +121,18 @@ def test_the_room_that_optimizer_files_need_is_known_before_they_are_written(tmp
     run = Run(str(tmp_path), zero=zero, vocab=4096, hidden=64, steps=1, final_save=False)
     for expected, written in values(run_ranks(expected_and_written_state, 2, run)):
         assert 0.97 * written < expected < 1.03 * written
+
+
+def two_trainers(run: Run) -> list[int]:
+    import os
+
+    os.environ["DPOFIT_GUARD_TIMEOUT"] = "10"
+    return [train(replace(run, output_dir=f"{run.output_dir}/{name}"))["step"] for name in ("first", "second")]
+
+
+def test_a_second_trainer_in_one_process_saves_as_well(tmp_path: Path) -> None:
+    run = Run(str(tmp_path), zero=2, steps=2)
+    assert values(run_ranks(two_trainers, 2, run)) == [[2, 2], [2, 2]]
+    for name in ("first", "second"):
+        assert [step for step, _ in folders.checkpoints(tmp_path / name)] == [1, 2]
+        assert folders.looks_whole(tmp_path / name)

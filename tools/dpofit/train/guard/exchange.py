@@ -52,6 +52,10 @@ class Exchange:
         self._round = 0
         self._stale: list[str] = []
 
+    def use(self, store: Store, timeout_s: float) -> None:
+        """Go on with the store and patience of a new process group; round numbers go on too."""
+        self._store, self.timeout_s = store, timeout_s
+
     def round(self, step: str, payload: Any = None, error: str | None = None, decide: Decide | None = None) -> Any:
         """Report `payload` or `error`; return rank 0's `decide(payloads)`, or raise SaveAborted on every rank.
 

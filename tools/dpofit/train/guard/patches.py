@@ -219,11 +219,18 @@ def _state(trainer: Any) -> _State | None:
     return None if "off" in state.said else state
 
 
+_exchanges: dict[tuple[int, int], Exchange] = {}
+
+
 def _exchange(config: GuardConfig) -> Exchange:
+    """One for all trainers of the process: a store keeps old keys, so round numbers must never come again."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return Exchange(None, 0, 1, config.timeout_s)
     store = torch.distributed.distributed_c10d._get_default_store()
-    return Exchange(store, torch.distributed.get_rank(), torch.distributed.get_world_size(), config.timeout_s)
+    place = (torch.distributed.get_rank(), torch.distributed.get_world_size())
+    exchange = _exchanges.setdefault(place, Exchange(store, *place, config.timeout_s))
+    exchange.use(store, config.timeout_s)
+    return exchange
 
 
 def _state_bytes(trainer: Any) -> int:
