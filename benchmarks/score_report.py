@@ -40,6 +40,8 @@ def document(board: Scoreboard) -> str:
         "Error is predicted / measured - 1, always like for like: allocated against torch's max_memory_allocated,"
         " reserved against max_memory_reserved, NVML against what nvidia-smi shows. Constants and intervals may be set"
         " by the calibration half only.",
+        "## Goals",
+        _goals(board),
         "## By group",
         _groups(board.rows),
         "## The interval",
@@ -67,6 +69,28 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:+.1f} %"
+
+
+def _goals(board: Scoreboard) -> str:
+    scoring = [row for row in board.rows if row.case.half == "scoring"]
+    known = [row for row in scoring if row.case.known_code]
+    parts: list[tuple[str, float, list[Scored]]] = [
+        ("allocated, known code: mean", 0.01, [row for row in known if row.case.kind == "allocated"]),
+        ("NVML, known code: mean", 0.03, [row for row in known if row.case.kind == "nvml"]),
+        ("elsewhere: mean", 0.05, [row for row in scoring if not row.case.known_code]),
+    ]
+    lines: list[list[object]] = []
+    for name, goal, rows in parts:
+        errors = [abs(row.error) for row in rows]
+        mean, worst = sum(errors) / len(errors), max(errors)
+        lines.append(
+            [name, len(rows), f"{100 * goal:.0f} %", f"{100 * mean:.2f} %", "yes" if mean <= goal else "**no**"]
+        )
+        name = name.replace("mean", "worst")
+        lines.append([name, len(rows), "10 %", f"{100 * worst:.1f} %", "yes" if worst <= 0.1 else "**no**"])
+    false_fits = len(board.false_fits)
+    lines.append(["runs that died, called `fits`", len(board.verdicts), "0", false_fits, "no" if false_fits else "yes"])
+    return "On the scoring half:\n\n" + _table(["", "rows", "goal", "reached", "met"], lines)
 
 
 def _groups(rows: Sequence[Scored]) -> str:
