@@ -106,7 +106,7 @@ def _host_sums(job: Job, breakdown: object, phase: str) -> list[Sum]:
         "gradients": f"{ranks} ranks x {share:,} elements x 6 B (fp32 and bf16 gradients), pinned blocks rounded up",
         "weights": f"{ranks} ranks x bf16 shards in pinned blocks, each rounded to a power of two",
         "reference": f"{ranks} ranks x the reference's bf16 shards, pinned tensor by tensor",
-        "load": f"{ranks} ranks x shards made while loading, kept in the pinned cache",
+        "load": f"{ranks} ranks x what loading and init put on the host (ZeRO-1/2: weights and their flat copy)",
         "unsloth_gc": _unsloth_sum(job),
     }
     assert isinstance(breakdown, dict)

@@ -19,6 +19,7 @@ from dpofit.memory.tape import Mark
 from dpofit.memory.zero3 import LAYER_STRIDE, Action, CoordinatorConfig, ModuleIds, coordinate, offset, untraced
 
 FETCHES = ("pre", "pre_backward")
+NOBODY = LAYER_STRIDE - 1  # a module without parameters
 OUTSIDE = frozenset({"embed_tokens", "norm", "lm_head"})
 
 
@@ -30,6 +31,7 @@ class Engine:
     parameters: Mapping[int, tuple[int, ...]]
     config: CoordinatorConfig
     traced: bool
+    twice: bool = False  # forwarded twice a step, policy and reference: see `_hooks`
 
 
 class Effect(NamedTuple):
@@ -173,13 +175,18 @@ def _order(part: Part) -> Sequence[int | None]:
 def _hooks(
     parts: Sequence[Part], marks: Sequence[Sequence[Mark]], engine: Engine, ids: ModuleIds
 ) -> Iterator[tuple[Action, ...]]:
-    """The engine's actions at its marks, in order."""
+    """The engine's actions at its marks, in order.
+
+    An engine forwarded twice keeps what it gathers for backward outside the layers: the second forward, without
+    gradients, resets the counter by which the hook of the first one's backward would know its end
+    (parameter_offload.py ds_grads_remaining). Layers are recomputed later, with counters of their own.
+    """
     hooks = []
     for part, part_marks in zip(parts, marks, strict=True):
         if part.engine != engine.name:
             continue
         relative = [
-            (mark.kind in FETCHES, ids.base(mark.module), mark.module in OUTSIDE)
+            (mark.kind in FETCHES, NOBODY if _lost(mark, engine) else ids.base(mark.module), mark.module in OUTSIDE)
             for mark in part_marks
             if mark.kind != "grad"
         ]
@@ -191,6 +198,10 @@ def _hooks(
     threshold = engine.config.persistence_threshold
     sizes = {m: sum(count for count in counts if count > threshold) for m, counts in engine.parameters.items()}
     return iter([untraced(fetch, module, sizes.get(module, 0)) for fetch, module in hooks])
+
+
+def _lost(mark: Mark, engine: Engine) -> bool:
+    return engine.twice and mark.kind == "post_backward" and mark.module in OUTSIDE
 
 
 def _gradient_effects(mark: Mark, base: int, reducer: Reducer | None, ids: ModuleIds) -> tuple[Effect, ...]:

@@ -99,7 +99,7 @@ def _pair(tag: str, size_bytes: int, category: str, space: str = "gpu") -> Items
 
 
 def _load(job: Job) -> Items:
-    items = _allocate(weight_states(job))
+    items: Items = list(_allocate(weight_states(job)))
     if job.zero_stage == 3:
         # zero.Init builds each module whole on the GPU, then keeps its slice (partition_parameters.py Init)
         items += _pair("load_module", job.model.embedding_parameters * BF16, "load")
@@ -122,6 +122,8 @@ def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
     if zero is not None and sizes is not None:
         share = math.ceil(job.trained_parameters / job.world_size)
         group = min(share, sizes.sub_group) if zero.stage == 3 else share
+        if zero.stage < 3:  # trained weights go to the host, are flattened there and come back: stage_1_and_2.py:374-414
+            items += _pair("flatten", 2 * job.trained_parameters * BF16, "load", "host_pageable")
         if zero.offload_optimizer == "none":
             items += _pair("master_copy", group * FP32, "optimizer")  # converted, then cloned: stage3.py:963
         else:
@@ -142,12 +144,17 @@ def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) ->
     """The ZeRO-3 engines; a LoRA run with a reference forwards one engine twice a step, which undoes its trace."""
     if job.zero_stage != 3 or sizes is None:
         return []
-    twice = job.has_reference and not job.reference_copy
+    twice = _forwarded_twice(job)
     parameters = _parameters(job, ids, adapters=True)
-    engines = [Engine("policy", parameters, sizes.coordinator(), traced and not twice)]
+    engines = [Engine("policy", parameters, sizes.coordinator(), traced and not twice, twice)]
     if job.reference_copy:
         engines.append(Engine("reference", _parameters(job, ids, adapters=False), reference_coordinator(job), traced))
     return engines
+
+
+def _forwarded_twice(job: Job) -> bool:
+    """Policy and reference are one ZeRO-3 engine: LoRA, whose reference is the policy with its adapters off."""
+    return job.zero_stage == 3 and job.has_reference and not job.reference_copy
 
 
 def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int, ...]]:
@@ -190,6 +197,11 @@ def _step(
     items: Items = [_end(buffer) for buffer in buffers if buffer.tag == "ipg_buckets"]
     items += _optimizer_step(job, sizes, appearing)
     items += [_end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
+    if _forwarded_twice(job):  # engine.step releases what backward's hooks did not
+        head = "embed_tokens" if job.model.tied_embeddings else "lm_head"
+        stream = "policy.gather" if job.zero.overlap_comm else "compute"
+        gathered = Event(f"policy.gather.{head}", job.model.embedding_parameters * BF16, "gathered", "gpu", stream)
+        items.append(_end(gathered))
     if gradients_stay:
         items += _zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))
