@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpofit.trace import kernels, stubs
+from dpofit.trace import kernels, older, stubs
 from dpofit.trace.device import GPU
 from dpofit.trace.request import TraceRequest
 
@@ -61,6 +61,8 @@ def cuda_semantics(request: TraceRequest) -> Iterator[list[str]]:
             patch(flash, "_lazy_imports", lambda *args, **kwargs: functions)
             patch(flash, "_loaded_implementation", None)
             done.append("flash-attn 2: torch's flash kernel, which is the same code")
+        if request.transformers < (5, 0):
+            done += older.patches(request.transformers, stack)
         properties = SimpleNamespace(multi_processor_count=request.multiprocessors, major=9, minor=0)
         patch(torch.cuda, "get_device_properties", lambda *_: properties)
         patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -144,6 +146,8 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config._attn_implementation = implementation
+    if request.transformers < (4, 46):
+        older.fp32_logits(model)
     patch_model(model, None, model_args, trainable, False)
     with torch.device("meta"):
         if request.precision == "deepspeed":

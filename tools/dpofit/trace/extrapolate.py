@@ -1,7 +1,7 @@
-"""Peaks of a deep model from two shallow traces: layers are alike, so every kind of moment grows by the same bytes a layer.
+"""Peaks of a deep model from two shallow traces: every kind of moment grows by the same bytes with each layer.
 
-A moment is told by its phase, step, operation, module (without the layer's number) and shape; the highest of each kind is
-linear in the number of layers, and a phase's peak is the highest of its kinds at the depth asked for.
+A moment is told by its phase, step, operation, module (without the layer's number) and shape; the highest of each kind
+is linear in the number of layers, and a phase's peak is the highest of its kinds at the depth asked for.
 """
 
 from __future__ import annotations

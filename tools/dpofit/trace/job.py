@@ -59,10 +59,16 @@ def request_of(job: Job) -> TraceRequest:
         optimizer="fused" if recipe.optim == "adamw_torch_fused" else "foreach",
         world_size=job.world_size,
         deepspeed=_deepspeed(recipe.zero) if recipe.zero else {},
+        transformers=_major_minor(job.stack.transformers),
     )
 
 
 _ATTENTION: dict[str, Attention] = {"auto": "sdpa", "sdpa": "sdpa", "fa2": "fa2", "disabled": "eager"}
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _checkpointing(recipe: Recipe) -> Checkpointing:

@@ -48,6 +48,7 @@ class TraceRequest:
     optimizer: str = "fused"  # AdamW: fused (transformers 5), foreach (4.x), or "" for no optimizer step
     world_size: int = 1
     deepspeed: dict[str, Any] = field(default_factory=dict, hash=False)  # the JSON; empty is none
+    transformers: tuple[int, int] = (5, 5)  # whose loss and attention code; older ones replace the installed one's
     cuda: bool = True  # False: what the CPU kernels do, to compare with a real run on the CPU
     multiprocessors: int = 132  # of the GPU: Liger's RMSNorm backward keeps one fp32 row for each
 
