@@ -89,8 +89,12 @@ def _goals(board: Scoreboard) -> str:
         name = name.replace("mean", "worst")
         lines.append([name, len(rows), "10 %", f"{100 * worst:.1f} %", "yes" if worst <= 0.1 else "**no**"])
     false_fits = len(board.false_fits)
-    lines.append(["runs that died, called `fits`", len(board.verdicts), "0", false_fits, "no" if false_fits else "yes"])
+    lines.append(["runs that died, called `fits`", len(board.verdicts), "0", false_fits, _met(not false_fits)])
     return "On the scoring half:\n\n" + _table(["", "rows", "goal", "reached", "met"], lines)
+
+
+def _met(reached: bool) -> str:
+    return "yes" if reached else "**no**"
 
 
 def _groups(rows: Sequence[Scored]) -> str:
