@@ -46,6 +46,7 @@ EXPECTED = {
     "read_only": ("save.permission", "Read-only file system"),
     "restarts": ("data.unranked", "not applicable in the current training stage"),
     "resume_missing": ("save.no-checkpoint", "out/checkpoint-999"),
+    "resume_other_world": ("save.resume-world-size", "The checkpoint being loaded used a DP world size of 2"),
     "resume_torn": ("save.torn-file", "failed reading zip archive"),
     "segfault": ("launch.crashed", "exitcode: -11"),
     "sighup_nohup": ("launch.sighup", "1 death signal"),
