@@ -122,7 +122,7 @@ def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
     if zero is not None and sizes is not None:
         share = math.ceil(job.trained_parameters / job.world_size)
         group = min(share, sizes.sub_group) if zero.stage == 3 else share
-        if zero.stage < 3:  # trained weights go to the host, are flattened there and come back: stage_1_and_2.py:374-414
+        if zero.stage < 3:  # trained weights are flattened on the host: stage_1_and_2.py:374-414
             items += _pair("flatten", 2 * job.trained_parameters * BF16, "load", "host_pageable")
         if zero.offload_optimizer == "none":
             items += _pair("master_copy", group * FP32, "optimizer")  # converted, then cloned: stage3.py:963
