@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -39,10 +40,8 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         )  # fmt: skip
         output, _ = terminal.communicate(timeout=120)
         assert terminal.returncode == 0, output
-        try:
+        with contextlib.suppress(ProcessLookupError):  # nobody of it is left: what we want
             os.killpg(terminal.pid, signal.SIGHUP)  # the group of the command that was typed
-        except ProcessLookupError:
-            pass  # nobody of it is left: what we want
         yield folder
 
 

@@ -1,4 +1,4 @@
-"""`dpofit launch RECIPE --smoke`: the user's own recipe with a tiny model, on real torchrun, LLaMA-Factory, DeepSpeed."""
+"""`dpofit launch RECIPE --smoke`: one's own recipe with a tiny model, on real torchrun, LLaMA-Factory, DeepSpeed."""
 
 from __future__ import annotations
 

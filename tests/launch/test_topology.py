@@ -37,7 +37,8 @@ def test_kubeflows_names() -> None:
 
 def test_slurms_names() -> None:
     environment = {
-        "SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[003-006]", "SLURM_JOB_ID": "4711042",
+        "SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "gpu[003-006]",
+        "SLURM_JOB_ID": "4711042",
     }  # fmt: skip
     found = read_topology(environment, 8)
     assert (found.nodes, found.node_rank, found.master_addr, found.master_port) == (4, 1, "gpu003", 31042)

@@ -36,6 +36,11 @@ def in_use(command: str) -> tuple[Finding, ...]:
         return start(command.replace("PORT", str(other.getsockname()[1])))
 
 
+def in_terminal(command: str) -> tuple[Finding, ...]:
+    """The same, typed into a terminal without nohup."""
+    return local_findings(None, start=replace(read_start(command, {}), terminal=True), machine=machine())
+
+
 def big_dataset(tmp_path: Path) -> tuple[Finding, ...]:
     (tmp_path / "pairs.json").touch()
     with (tmp_path / "pairs.json").open("r+b") as file:
@@ -46,7 +51,8 @@ def big_dataset(tmp_path: Path) -> tuple[Finding, ...]:
 
 
 NODE = machine()
-NOHUP = "nohup torchrun --nproc_per_node 8 train.py > log 2>&1 &"
+LOGGED = "> log 2>&1 &"
+NOHUP = f"nohup torchrun --nproc_per_node 8 train.py {LOGGED}"
 HERE = "llamafactory-cli train x.yaml"
 # What each report says about how the job was started, and the finding it should have been given.
 SEEN: dict[str, tuple[str, Callable[..., tuple[Finding, ...]]]] = {
@@ -66,19 +72,19 @@ SEEN: dict[str, tuple[str, Callable[..., tuple[Finding, ...]]]] = {
     ),
     "c020": ("launch.duplicate-gpu", lambda: compare([single(0, NODE, None), single(2, NODE, None)])),
     "c023": ("launch.sighup", lambda: start("nohup torchrun --nproc_per_node 4 train.py &", machine(4))),
-    "c025": ("launch.sighup", lambda: start("nohup accelerate launch --gpu_ids 2,3 --num_processes 2 x.py > log 2>&1 &")),
+    "c025": ("launch.sighup", lambda: start(f"nohup accelerate launch --gpu_ids 2,3 --num_processes 2 x.py {LOGGED}")),
     "c026": (
         "launch.sighup",
-        lambda: start("FORCE_TORCHRUN=1 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 nohup llamafactory-cli train x.yaml > log 2>&1 &"),
+        lambda: start(f"FORCE_TORCHRUN=1 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 nohup {HERE} {LOGGED}"),
     ),
-    "c027": ("launch.sighup", lambda: local_findings(None, start=replace(read_start(HERE, {}), terminal=True), machine=NODE)),
+    "c027": ("launch.sighup", lambda: in_terminal(HERE)),
     "c030": ("launch.sighup", lambda: start("nohup python -m torch.distributed.launch --nproc_per_node=8 main.py &")),
     "c032": ("launch.more-ranks-than-gpus", lambda: start("accelerate launch --num_processes 2 x.py", machine(1))),
     "c037": ("launch.tokenizing-outlasts-timeout", big_dataset),
     "c040": ("launch.port-in-use", lambda: in_use("deepspeed --num_gpus 8 --master_port PORT train.py")),
     "c042": ("launch.port-in-use", lambda: in_use("torchrun --nproc_per_node 4 --master_port PORT finetuning.py")),
-    "c046": ("launch.deepspeed-ignores-visible-devices", lambda: start("deepspeed train.py", CUDA_VISIBLE_DEVICES="1")),
-    "c047": ("launch.deepspeed-ignores-visible-devices", lambda: start("deepspeed train.py", CUDA_VISIBLE_DEVICES="0,2")),
+    "c046": ("launch.deepspeed-ignores-visible-devices", lambda: start("CUDA_VISIBLE_DEVICES=1 deepspeed train.py")),
+    "c047": ("launch.deepspeed-ignores-visible-devices", lambda: start("CUDA_VISIBLE_DEVICES=0,2 deepspeed x.py")),
     "c048": (
         "launch.deepspeed-ignores-visible-devices",
         lambda: start("deepspeed train.py", CUDA_VISIBLE_DEVICES="0,1,6,7"),
