@@ -168,6 +168,9 @@ def _strongest(bench: Workbench, same: Sequence[Change], given: Changes) -> list
             groups.setdefault(lever.group, []).append(lever)
     always = [choices[0] for group, choices in groups.items() if group not in HOST_GROUPS]
     choices: list[list[Change | None]] = [[None, *groups[group]] for group in HOST_GROUPS if group in groups]
+    most = bench.screen((*given, *(group[-1] for group in choices if group[-1] is not None), *always))
+    if most is not None and most.least_high_bytes > bench.job.cluster.gpu.capacity_bytes:
+        return []  # levers.py lists the strongest last: what does not fit the card with them does not without
     found = []
     for chosen in product(*choices):
         changes = (*given, *(change for change in chosen if change is not None), *always)

@@ -239,7 +239,8 @@ class CachingAllocator:
             if edge - start >= size:
                 return start
         # Address space for 1 1/8 of the card's memory, so that pages can move to the end under pressure.
-        space = _UNBOUNDED_SPACE if self._capacity is None else self._capacity + self._capacity // 8
+        # Never less than what is asked for: a card with no room at all is out of memory like any other.
+        space = _UNBOUNDED_SPACE if self._capacity is None else max(self._capacity + self._capacity // 8, size)
         space = -(-space // _LARGE_BUFFER) * _LARGE_BUFFER
         start = self._next_address
         self._next_address += space + _LARGE_BUFFER  # a gap, and page alignment
