@@ -285,7 +285,7 @@ def test_a_folder_that_vanishes_during_a_save_costs_that_save_only(tmp_path: Pat
     assert_recoverable(tmp_path / "out", (2,))
 
 
-@pytest.mark.parametrize("renames", range(0, 9))
+@pytest.mark.parametrize("renames", range(0, 10))
 def test_a_kill_between_the_final_saves_renames_is_finished_later(tmp_path: Path, renames: int) -> None:
     for name, content in (
         ("config.json", "old"),
@@ -297,7 +297,7 @@ def test_a_kill_between_the_final_saves_renames_is_finished_later(tmp_path: Path
         (tmp_path / name).write_text(content)
     new = tmp_path / folders.FINAL_NEW
     new.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
         (new / name).write_text("new")
     from dpofit.train.guard.seal import seal
 
@@ -328,6 +328,6 @@ def test_a_kill_between_the_final_saves_renames_is_finished_later(tmp_path: Path
     left.pop("dpofit-manifest.json")
     assert left == {
         "config.json": "new", "model.safetensors": "new", "tokenizer.json": "new", "keep.txt": "mine",
-        "adapter_model.safetensors": "mine",
+        "adapter_model.safetensors": "mine", "README.md": "new",
     }  # fmt: skip
     assert temporaries(tmp_path) == []

@@ -120,7 +120,8 @@ def settle_final_save(folder: Path) -> None:
         remove_tree(new)
         remove_tree(previous)
         return
-    names = {entry.path for entry in manifest.files}
+    staged = {str(path.relative_to(new)) for path in new.rglob("*") if path.is_file()} - {MANIFEST_NAME}
+    names = {entry.path for entry in manifest.files} | staged  # the model card is staged and not in the manifest
     # A shard, index or single file of an earlier save would be loaded beside, or instead of, the new ones.
     stems = {_stem(name) for name in names} - {None}
     started = previous.is_dir()
