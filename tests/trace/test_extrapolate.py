@@ -5,14 +5,13 @@ import pytest
 pytestmark = pytest.mark.stack
 
 MODEL = {
-    "model_type": "qwen2", "vocab_size": 5000, "hidden_size": 128, "intermediate_size": 384, "layers": 9, "heads": 4,
+    "model_type": "qwen2", "vocab_size": 5000, "hidden_size": 128, "intermediate_size": 384, "layers": 8, "heads": 4,
     "kv_heads": 2, "head_dim": 32, "tied_embeddings": False, "rows": 2, "tokens": 128, "precision": "pure_bf16",
     "steps": 1,
 }  # fmt: skip
 
 CASES = {
     "full": {},
-    "long rows": {"tokens": 2048},
     "no checkpointing, autocast": {"checkpointing": "none", "precision": "autocast"},
     "adapters, no logits to speak of": {"finetuning": "lora", "vocab_size": 64},
     "unsloth gc, Liger": {"checkpointing": "unsloth", "liger": True},

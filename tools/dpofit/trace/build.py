@@ -84,6 +84,10 @@ def _patch_liger(patch: Any) -> None:
     from transformers.models.qwen3 import modeling_qwen3
 
     dispatch = importlib.import_module("liger_kernel.backends.dispatch")
+    # Now, not amid a trace: an import that fails is logged with its callers' frames, and so keeps their tensors alive.
+    logging.getLogger("liger_kernel").setLevel(logging.ERROR)
+    for operation in ("rope", "cross_entropy", "fused_linear_cross_entropy"):
+        dispatch.list_registered(operation)
     patch(dispatch, "available_impls", lambda *_, **__: ["nvidia-triton"])
     patch(rms_norm, "rms_norm_backward", _as_on_cuda(rms_norm.rms_norm_backward))
     patch(flce, "fused_linear_cross_entropy_forward", _as_on_cuda(flce.fused_linear_cross_entropy_forward))

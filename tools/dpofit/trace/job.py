@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from dpofit.errors import BadInput, Problem
 from dpofit.memory.job import Job
 from dpofit.memory.program import Event, Phase, Program, Space
 from dpofit.recipe.recipe import Recipe, ZeroConfig
 from dpofit.trace.request import Attention, Checkpointing, TraceRequest
-from dpofit.trace.storages import Recorder, Storage
+
+if TYPE_CHECKING:
+    from dpofit.trace.storages import Recorder, Storage
 
 STEPS = 2  # the first, which has no prefetch, and the steady one
 _CONFIG_TYPES = ("qwen2", "qwen3", "llama", "mistral")
@@ -21,6 +24,23 @@ def trace_job(job: Job) -> Program:
 
     request = request_of(job)
     return program_of(trace_step(request).recorder, request)
+
+
+def trace_peaks(job: Job, space: Space = "gpu") -> Mapping[tuple[str, int], int]:
+    """Allocated bytes at the peak of each (phase, step) of `job`: below ZeRO-3 from two shallow traces, exactly.
+
+    Raises BadInput like trace_job."""
+    from dpofit.trace.extrapolate import traced_peaks  # torch
+
+    return traced_peaks(request_of(job), space)
+
+
+def substitutions_of(job: Job) -> tuple[str, ...]:
+    """What the traced code runs instead of what only a CUDA machine has; the trace says these, one a line."""
+    from dpofit.trace.build import cuda_semantics
+
+    with cuda_semantics(request_of(job)) as done:
+        return tuple(done)
 
 
 def request_of(job: Job) -> TraceRequest:

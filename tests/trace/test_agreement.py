@@ -1,0 +1,41 @@
+"""The closed form and the trace, which share only the event format, give the same bytes (benchmarks/agreement.py: the grid)."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.stack
+
+_FILE = Path(__file__).parents[2] / "benchmarks" / "agreement.py"
+SMALL = {"model": "Qwen/Qwen2.5-0.5B", "tokens": 512}
+
+POINTS = {
+    "dpo": {"pure_bf16": True},
+    "dpo, autocast, Liger": {"liger": True},
+    "orpo, eager attention": {"pure_bf16": True, "pref_loss": "orpo", "attention": "disabled"},
+    "sft, no checkpointing": {"pure_bf16": True, "stage": "sft", "checkpointing": "none"},
+    "adapters, unsloth gc": {"finetuning": "lora", "checkpointing": "unsloth"},
+    "ZeRO-2": {"zero": "z2"},
+    "ZeRO-3, offloaded": {"zero": "z3_offload"},
+    "ZeRO-3, adapters": {"zero": "z3", "finetuning": "lora"},
+}
+
+
+@pytest.fixture(scope="module")
+def agreement():
+    import sys
+
+    spec = importlib.util.spec_from_file_location("agreement", _FILE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["agreement"] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_peak_within_one_percent_phases_within_two_and_the_same_phase_wins(agreement, name):
+    of_peak, worst, of_worst, same = agreement.errors(agreement.compare(agreement.Point(**(SMALL | POINTS[name]))))
+    assert abs(of_peak) <= 0.01
+    assert abs(of_worst) <= 0.02, worst
+    assert same
