@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,7 +54,8 @@ class Command:
         return job
 
     def _applied(self, changes: Sequence[Change]) -> tuple[list[str], options.JobFlags, dict[str, str]]:
-        flags, overrides, environment = self.flags, [], {}
+        flags, overrides = self.flags, list[str]()
+        environment: dict[str, str] = {}
         for change in changes:
             overrides += change.overrides
             if change.nodes is not None:

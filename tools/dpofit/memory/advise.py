@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
 
@@ -99,24 +99,34 @@ def advise(bench: Workbench, base: Prediction, most: int = 6) -> Advice:
     """
     if base.verdict == "fits":
         return Advice(base, ())
-    pulled = levers(base)
-    same = [lever for lever in pulled if lever.kind == "same"]
-    trains = [lever for lever in pulled if lever.kind == "trains"]
     found: list[Changes] = []
     suggestions: list[Suggestion] = []
-    for search in (
-        lambda: _smallest(bench, same) or [changes for changes in _strongest(bench, same, ()) if changes],
-        lambda: _larger_cluster(bench, [] if found else same),
-        lambda: [changes for lever in trains for changes in _with(bench, lever, same, alone=bool(found))],
-        lambda: _shorter(bench),
-        lambda: [] if (orpo := loss_lever(bench.job)) is None else _with(bench, orpo, same, alone=bool(found)),
-    ):
-        new = [changes for changes in _without_supersets([*found, *search()]) if changes not in found]
+    for new in _searches(bench, base):
+        new = [changes for changes in _without_supersets([*found, *new]) if changes not in found]
         found += new
         suggestions += sorted((suggestion(bench, changes) for changes in new), key=_cost)
         if len(found) >= most:
             break
     return Advice(base, tuple(suggestions[:most]))
+
+
+def _searches(bench: Workbench, base: Prediction) -> Iterator[list[Changes]]:
+    """What fits, by one kind of change after the other; combinations only while nothing fits yet."""
+    pulled = levers(base)
+    same = [lever for lever in pulled if lever.kind == "same"]
+    found = _smallest(bench, same) or [changes for changes in _strongest(bench, same, ()) if changes]
+    yield found
+    larger = _larger_cluster(bench, [] if found else same)
+    yield larger
+    enough = bool(found or larger)
+    for lever in pulled:
+        if lever.kind == "trains":
+            trained = _with(bench, lever, same, alone=enough)
+            enough = enough or bool(trained)
+            yield trained
+    yield _shorter(bench)
+    orpo = loss_lever(bench.job)
+    yield [] if orpo is None else _with(bench, orpo, same, alone=enough)
 
 
 def suggestion(bench: Workbench, changes: Changes) -> Suggestion:

@@ -54,9 +54,7 @@ def _suggestion(suggestion: Suggestion, base: Prediction, written: Written) -> d
     after = suggestion.prediction
     return {
         "kind": suggestion.kind,
-        "changes": [
-            {"id": change.id, "title": change.title, "remark": change.remark} for change in suggestion.changes
-        ],
+        "changes": [{"id": change.id, "title": change.title, "remark": change.remark} for change in suggestion.changes],
         "arguments": arguments,
         "environment": environment,
         "changes_method": suggestion.kind == "method",
