@@ -76,7 +76,6 @@ def _train(arguments: Sequence[str]) -> None:
 
     from dpofit.train import guard
     from dpofit.train.memory_log import MemoryLog, memory_hooks
-    from dpofit.train.model_card import model_card_hooks
     from dpofit.train.phases import Phases, phase_hooks
     from dpofit.train.ranks import check_ranks
 
@@ -96,7 +95,6 @@ def _train(arguments: Sequence[str]) -> None:
     from dpofit.train import hooks
 
     hooks.install(phase_hooks(phases))
-    hooks.install(model_card_hooks())
     memory_log = MemoryLog()
     hooks.install(memory_hooks(memory_log))
     from llamafactory.train.tuner import run_exp
