@@ -1,7 +1,7 @@
 """The closed form against the trace, phase by phase, on a grid of jobs: `python benchmarks/agreement.py [--quick]`.
 
-Both routes give allocated bytes; they share only the event format. Prints each point and a summary; the whole grid writes
-benchmarks/results/agreement.json. Needs the training stack (requirements.txt), no GPU. Every model is cut to 4 layers.
+Both routes give allocated bytes; they share only the event format. Prints each point and a summary; the whole grid
+writes benchmarks/results/agreement.json. Needs the training stack (requirements.txt), no GPU. Models have 4 layers here.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ def main() -> None:
     if not options.only and not options.quick:
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     found = [errors(row) for row in rows]
-    print(
-        f"{len(rows)} points; peak within 1%: {sum(abs(of_peak) <= 0.01 for of_peak, *_ in found)}; every phase within 2%: "
-        f"{sum(abs(of_worst) <= 0.02 for _, _, of_worst, _ in found)}; same winning phase: {sum(same for *_, same in found)}"
-    )
+    peak = sum(abs(of_peak) <= 0.01 for of_peak, *_ in found)
+    phases = sum(abs(of_worst) <= 0.02 for _, _, of_worst, _ in found)
+    same = sum(same for *_, same in found)
+    print(f"{len(rows)} points; peak within 1%: {peak}; every phase within 2%: {phases}; same winning phase: {same}")
 
 
 if __name__ == "__main__":

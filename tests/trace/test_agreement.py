@@ -1,4 +1,4 @@
-"""The closed form and the trace, which share only the event format, give the same bytes (benchmarks/agreement.py: the grid)."""
+"""Closed form and trace, which share only the event format, give the same bytes (benchmarks/agreement.py has the grid)."""
 
 import importlib.util
 from pathlib import Path

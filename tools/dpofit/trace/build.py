@@ -135,6 +135,7 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
     import_training_stack()
     from llamafactory.model.adapter import init_adapter
     from llamafactory.model.model_utils.attention import configure_attn_implementation
+    from llamafactory.model.model_utils.kv_cache import configure_kv_cache
     from llamafactory.model.model_utils.liger_kernel import apply_liger_kernel
     from llamafactory.model.patcher import patch_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -145,6 +146,7 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
     with mock.patch("transformers.utils.is_flash_attn_2_available", lambda: True):
         configure_attn_implementation(config, model_args)
     implementation = config._attn_implementation
+    configure_kv_cache(config, model_args, trainable)
     apply_liger_kernel(config, model_args, trainable, require_logits=request.stage not in ("pt", "sft"))
     config._attn_implementation = "sdpa"  # transformers checks that the flash-attn package is there; set after
     with torch.device("meta"):
