@@ -24,16 +24,21 @@ def command(
     rejected: options.RejectedOption = None,
     no_padding: options.NoPaddingOption = False,
     stack: options.StackOption = "pinned",
+    reproduce: Annotated[
+        bool, typer.Option("--reproduce", help="Also: which clusters could have produced the documented limits.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.limits/1.")] = False,
 ) -> None:
     """The longest prompt that fits (in steps of 8 tokens), what binds there, and the cutoff_len to set.
 
-    Answers are 1,024 tokens unless given. Exit code 1 when some recipe fits at no length.
+    Answers are 1,024 tokens unless given. Exit code 1 when some recipe fits at no length. --reproduce asks another
+    question of the recipes with a documented limit: which clusters of 2024, tuning and unit of "k" agree with it.
 
     \b
     Examples:
       dpofit limits qwen2.5-72b-dpo
       dpofit limits full-z3 full-z3-unsloth-gc --gpu h20-96g --nodes 12 --host-ram 2000GiB
+      dpofit limits full-z3-liger-unsloth-gc full-z3-offload-liger-unsloth-gc --reproduce
       dpofit limits my.yaml per_device_train_batch_size=2 --gpu 64GiB --response 512 --json
     """
     from dpofit.report.limits import limits_document, print_limits
@@ -43,9 +48,18 @@ def command(
     flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, None,
                              options.DEFAULT_RESPONSE if response is None and chosen is None and rejected is None
                              else response, chosen, rejected, None, no_padding, stack)  # fmt: skip
-    rows = limit_rows(options.plan_jobs(references, overrides, flags))
+    planned = options.plan_jobs(references, overrides, flags)
+    clusters = None
+    if reproduce:
+        from dpofit.report.reproduce import clusters_json, print_reproductions, reproductions
+
+        clusters = reproductions(references, overrides)
+    rows = limit_rows(planned)
     if as_json:
-        print(json.dumps(limits_document(rows), indent=2))
+        document = limits_document(rows)
+        print(json.dumps(document if clusters is None else {**document, "clusters": clusters_json(clusters)}, indent=2))
     else:
         print_limits(rows)
+        if clusters is not None:
+            print_reproductions(clusters)
     raise typer.Exit(1 if any(row.limit.prompt_tokens is None for row in rows) else 0)
