@@ -1,7 +1,7 @@
 """The closed form against the trace, phase by phase, on a grid of jobs: `python benchmarks/agreement.py [--quick]`.
 
 Both routes give allocated bytes; they share only the event format. Prints each point and a summary; the whole grid
-writes benchmarks/results/agreement.json. Needs the training stack (requirements.txt), no GPU. Models have 4 layers here.
+writes benchmarks/results/agreement.json. Needs the training stack (requirements.txt), no GPU. Models have 4 layers.
 """
 
 from __future__ import annotations

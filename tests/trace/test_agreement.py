@@ -1,4 +1,4 @@
-"""Closed form and trace, which share only the event format, give the same bytes (benchmarks/agreement.py has the grid)."""
+"""Closed form and trace, which share only the event format, give the same bytes (the grid: benchmarks/agreement.py)."""
 
 import importlib.util
 from pathlib import Path

@@ -74,7 +74,7 @@ def request_of(job: Job) -> TraceRequest:
         liger=recipe.liger,
         attention=_ATTENTION[recipe.flash_attn],
         padding=job.lengths.padded,
-        micro_batches=recipe.gradient_accumulation,
+        micro_batches=min(recipe.gradient_accumulation, 2),  # the third is like the second
         steps=STEPS,
         optimizer="fused" if recipe.optim == "adamw_torch_fused" else "foreach",
         world_size=job.world_size,
