@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dpofit.cli import job_options as options
+from dpofit.memory.predict import Traced
 
 
 def command(
@@ -27,18 +28,21 @@ def command(
     stack: options.StackOption = "pinned",
     explain: Annotated[bool, typer.Option("--explain", help="Show the sum behind every figure.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a PNG or SVG: memory by phase.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the plot's file.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Also trace the real code (training stack).")] = False,
+    timeline: Annotated[Path | None, typer.Option("--timeline", help="Draw the traced step: html, png, svg.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a picture's file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.predict/1.")] = False,
 ) -> None:
     """Peak GPU, host and disk memory of a job, per phase. Exit code 1 when it will not fit.
 
     \b
     Examples:
-      dpofit predict full-z3
+      dpofit predict qwen2.5-72b-dpo/full-z3
       dpofit predict my.yaml --gpu a100-80g --nodes 4 --host-ram 1000GiB --prompt 8192 --response 1024
       dpofit predict my.yaml per_device_train_batch_size=2 deepspeed=ds_z3_offload_config.json --explain
-      dpofit predict full-z3 --lengths lengths.jsonl --plot memory.png
-      dpofit predict full-z3 --json | jq .gpu.peak_bytes
+      dpofit predict full-z2 --lengths lengths.jsonl --plot memory.png
+      dpofit predict qwen2.5-72b-dpo/full-z3 --trace --timeline step.html
+      dpofit predict full-z2 --json | jq .gpu.peak_bytes
     """
     from dpofit.memory.notes import prediction_notes
     from dpofit.memory.predict import predict
@@ -50,6 +54,7 @@ def command(
     planned = options.plan_job(reference, overrides, flags)
     prediction = predict(planned.job, planned.mix)
     notes = [*planned.notes, *prediction_notes(prediction, mix_given=planned.mix is not None)]
+    traced = _traced(planned, trace, timeline, force)
     if plot is not None:
         from dpofit.report.plot import plot_phases
 
@@ -57,9 +62,18 @@ def command(
     if as_json:
         from dpofit.report.predict_json import predict_document
 
-        print(json.dumps(predict_document(prediction, notes), indent=2))
+        print(json.dumps(predict_document(prediction, notes, traced), indent=2))
     else:
         from dpofit.report.predict_table import print_prediction
 
-        print_prediction(prediction, notes, explain)
+        print_prediction(prediction, notes, explain, traced)
     raise typer.Exit(1 if prediction.verdict == "oom" else 0)
+
+
+def _traced(planned: options.PlannedJob, trace: bool, timeline: Path | None, force: bool) -> Traced | None:
+    """The second route to allocated bytes, from the real code on fake tensors; None when not asked for."""
+    if not trace and timeline is None:
+        return None
+    from dpofit.report.traced import trace_and_draw
+
+    return trace_and_draw(planned.job, timeline, force)

@@ -74,6 +74,14 @@ class Prediction:
     mix: tuple[Lengths, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Allocated bytes at the peak of each phase of the traced steady step, and what stood in for CUDA-only code."""
+
+    phases: Mapping[str, int]
+    substitutions: tuple[str, ...]
+
+
 def expandable_segments(job: Job) -> bool:
     """The recipe's environment decides, else what LLaMA-Factory's launcher does (on since 0.9.3, launcher.py)."""
     if job.recipe.expandable_segments is not None:

@@ -7,12 +7,20 @@ from dataclasses import asdict
 from typing import Any
 
 from dpofit.memory.meter import Peak
-from dpofit.memory.predict import Prediction, reserved_without_expandable
+from dpofit.memory.predict import Prediction, Traced, reserved_without_expandable
 from dpofit.recipe.notes import Note
 
 
-def predict_document(prediction: Prediction, notes: Sequence[Note]) -> dict[str, Any]:
-    """Everything of one prediction, bytes as integers."""
+def predict_document(prediction: Prediction, notes: Sequence[Note], traced: Traced | None = None) -> dict[str, Any]:
+    """Everything of one prediction, bytes as integers; `trace` is there when the job was traced."""
+    document = _document(prediction, notes)
+    if traced is not None:
+        phases = {name: {"allocated_bytes": size_bytes} for name, size_bytes in traced.phases.items()}
+        document["trace"] = {"phases": phases, "substitutions": list(traced.substitutions)}
+    return document
+
+
+def _document(prediction: Prediction, notes: Sequence[Note]) -> dict[str, Any]:
     gpu, host, disk, job = prediction.gpu, prediction.host, prediction.disk, prediction.job
     cluster = job.cluster
     return {

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from dpofit.memory.explain import explain as sums
-from dpofit.memory.predict import Prediction
+from dpofit.memory.predict import Prediction, Traced
 from dpofit.recipe.notes import Note
 from dpofit.report.console import STYLE, console
 from dpofit.units import GIB, format_gib
 
 
-def print_prediction(prediction: Prediction, notes: Sequence[Note], explain: bool) -> None:
+def print_prediction(
+    prediction: Prediction, notes: Sequence[Note], explain: bool, traced: Traced | None = None
+) -> None:
     out = console()
     job = prediction.job
     cluster = job.cluster
@@ -23,6 +25,10 @@ def print_prediction(prediction: Prediction, notes: Sequence[Note], explain: boo
     out.print(f"verdict: [bold {style}]{prediction.verdict}[/]   (peaks of {job.model.name}, interval in brackets)\n")
     out.print(_spaces(prediction))
     out.print(_phases(prediction))
+    if traced is not None:
+        out.print(_trace(prediction, traced))
+        for substitution in traced.substitutions:
+            out.print(f"[dim]traced with[/]: {substitution}")
     if explain:
         out.print(_sums(prediction))
     for note in notes:
@@ -65,6 +71,17 @@ def _phases(prediction: Prediction) -> Table:
         marked = f"[bold]{name}[/]" if peak is gpu.peak else name
         held = gpu.reserved.phases.get(name)
         table.add_row(marked, f"{peak.size_bytes / GIB:,.1f}", f"{held / GIB:,.1f}" if held else "", made_of)
+    return table
+
+
+def _trace(prediction: Prediction, traced: Traced) -> Table:
+    table = Table(title="Allocated, by two routes (GiB)", title_justify="left", box=None, pad_edge=False)
+    table.add_column("phase")
+    for heading in ("closed form", "traced", "difference"):
+        table.add_column(heading, justify="right")
+    for name, size_bytes in traced.phases.items():
+        closed = prediction.gpu.phases[name].size_bytes
+        table.add_row(name, f"{closed / GIB:,.2f}", f"{size_bytes / GIB:,.2f}", f"{closed / size_bytes - 1:+.2%}")
     return table
 
 
