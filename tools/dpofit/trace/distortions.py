@@ -1,4 +1,4 @@
-"""Where watching operations on fake tensors differs from what the card does, what is done about it, and how it's known."""
+"""Where watching operations on fake tensors differs from the card, what is done about it, and how that is known."""
 
 from __future__ import annotations
 
