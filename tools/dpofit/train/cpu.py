@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +11,9 @@ from typing import Any
 from dpofit.train import hooks
 
 OWNER = "cpu"
+# DeepSpeed waits for the last of several all-gathers only (0.18.4 partition_parameters.py:1968): in order on a CUDA
+# stream, a race between gloo's threads, which now and then gave garbage weights and NaN.
+COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor", "broadcast", "reduce")
 
 
 def prepare(uses_deepspeed: bool) -> None:
@@ -28,8 +32,10 @@ def prepare(uses_deepspeed: bool) -> None:
 
         # A shared-memory all-reduce that would be compiled for nothing: gloo does the work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    in_order = [hooks.Hook(OWNER, f"deepspeed.comm.torch:TorchBackend.{name}", _at_once) for name in COLLECTIVES]
     hooks.install(
         [
+            *(in_order if uses_deepspeed else ()),
             # transformers refuses bf16 without a GPU; CPUs compute it. Both names: the second was imported already.
             hooks.Hook(OWNER, "transformers.utils:is_torch_bf16_gpu_available", _always),
             hooks.Hook(OWNER, "transformers.training_args:is_torch_bf16_gpu_available", _always),
@@ -40,6 +46,19 @@ def prepare(uses_deepspeed: bool) -> None:
             ),
         ]
     )
+
+
+def _at_once(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective has finished when it returns; its handle can still be waited for."""
+
+    @functools.wraps(stock)
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        handle = stock(*args, **kwargs)
+        if hasattr(handle, "wait"):
+            handle.wait()
+        return handle
+
+    return waited
 
 
 def _always(stock: Callable[..., bool]) -> Callable[..., bool]:
