@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ SHAPES = {  # what dominates → (layers, hidden size, vocabulary)
     "states": (2, 2048, 1000),
     "layers": (4, 512, 2000),
 }
+JOBS = 1000 if os.environ.get("DPOFIT_TEST_ALL") else 100
 RECIPES = st.fixed_dictionaries(
     {
         "finetuning_type": st.sampled_from(["full", "lora"]),
@@ -118,7 +120,7 @@ def applied(command: Command, arguments: list[str], environment: dict[str, str])
     return predict(planned.job, planned.mix)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=JOBS, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted(SHAPES)), RECIPES, st.sampled_from([1, 2, 8]), st.floats(0.5, 1.05),
        st.sampled_from([None, 0.8, 3.0]))  # fmt: skip
 def test_the_first_suggestion_applied_to_a_random_job_makes_it_fit(folder, shape, recipe, gpus, share, host_share):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpofit.cli import job_options as options
+from dpofit.errors import BadInput, Problem
 from dpofit.recipe.catalogue import CatalogueEntry, all_recipes, read_yaml
 
 if TYPE_CHECKING:
+    from dpofit.memory.predict import Verdict
     from dpofit.recipe.cards import Presets
-
 
 _ZERO = {  # DeepSpeed file → what it does, short enough for the table
     None: "-",
@@ -26,23 +29,75 @@ _ZERO = {  # DeepSpeed file → what it does, short enough for the table
 
 
 def command(
+    family: Annotated[str | None, typer.Option("--family", help="Only families whose name starts so.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="Only recipes written for this card; with --fits, the card to fit.")
+    ] = None,
+    fits: Annotated[
+        bool, typer.Option("--fits", help="Only recipes predicted to fit the cluster of the flags.")
+    ] = False,
+    nodes: options.NodesOption = None,
+    gpus_per_node: options.GpusPerNodeOption = None,
+    host_ram: options.HostRamOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.list/1.")] = False,
 ) -> None:
     """The recipes: what each trains and how, the cluster it is written for, and the prompt limit documented for it.
 
+    --fits predicts each at its own cutoff_len on --gpu, --nodes, --gpus-per-node and --host-ram (without them, on the
+    cluster it is written for). Exit code 1 when no recipe is left.
+
     \b
     Examples:
       dpofit list
+      dpofit list --family qwen3 --gpu a100-80g
+      dpofit list --fits --gpu a100-80g --nodes 2 --gpus-per-node 8 --host-ram 1000GiB
       dpofit list --json | jq -r '.recipes[].recipe'
     """
     from dpofit.recipe.cards import read_presets
 
+    if not fits and (nodes, gpus_per_node, host_ram) != (None, None, None):
+        raise BadInput(Problem("command line", "--nodes, --gpus-per-node, --host-ram", "say what to fit", "Add --fits"))
     presets = read_presets()
-    rows = [row_of(entry, presets) for entry in all_recipes()]
+    entries = _of_family(all_recipes(), family)
+    if fits:
+        flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram)
+        entries = [entry for entry in _progress(entries) if _verdict(entry, flags) == "fits"]
+    elif gpu is not None:
+        from dpofit.hardware.gpus import find_gpu
+
+        card = find_gpu(gpu).name
+        entries = [entry for entry in entries if entry.card.hardware.gpu == card]
+    rows = [row_of(entry, presets) for entry in entries]
     if as_json:
         print(json.dumps({"schema": "dpofit.list/1", "recipes": rows}, indent=2))
-    else:
+    elif rows:
         _print_tables(rows)
+    else:
+        print("No recipe is left.")
+    raise typer.Exit(0 if rows else 1)
+
+
+def _of_family(entries: Sequence[CatalogueEntry], family: str | None) -> list[CatalogueEntry]:
+    """Entries of the families whose name starts with `family`; BadInput when there is none."""
+    found = [entry for entry in entries if family is None or entry.file.family.startswith(family.lower())]
+    if not found:
+        names = ", ".join(dict.fromkeys(entry.file.family for entry in entries))
+        raise BadInput(Problem("command line", "--family", f"no family starts with {family!r}", f"There are: {names}"))
+    return found
+
+
+def _progress(entries: Sequence[CatalogueEntry]) -> Iterable[CatalogueEntry]:
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(entries, "Predicting", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
+def _verdict(entry: CatalogueEntry, flags: options.JobFlags) -> Verdict:
+    from dpofit.memory.predict import predict
+
+    planned = options.plan_job(entry.file.full_name, [], flags)
+    return predict(planned.job, planned.mix).verdict
 
 
 def row_of(entry: CatalogueEntry, presets: Presets) -> dict[str, Any]:

@@ -152,15 +152,20 @@ def _likeliest(found: Sequence[Reproduction]) -> list[str]:
     agreeing = [one for one in found if one.all_at_once]
     if not agreeing:
         return ["None does."]
-    words = [f"{len(agreeing)} of the {len(found)} combinations tried do, so the notes alone do not decide it. A limit is a wall where the",
-             "card is nearly full at it. By that measure (allocated and overhead at each limit) the best of each tuning and",
-             "unit, best first:", ""]  # fmt: skip
+    words = [
+        f"{len(agreeing)} of the {len(found)} combinations tried do, so the notes alone do not decide it. A limit is a",
+        "wall where the card is nearly full at it. By that measure (allocated and overhead at each limit, in the order",
+        "of the presets) the best of each tuning and unit, best first:",
+        "",
+    ]
     best: dict[tuple[str, Unit], Reproduction] = {}
     for one in sorted(agreeing, key=lambda one: -min(one.fullness, 2 - one.fullness)):
         best.setdefault((one.finetuning, one.unit), one)
-    for one in best.values():
+    for number, one in enumerate(best.values(), 1):
         shares = ", ".join(f"{limit.card_share:.0%}" for limit in one.outcomes)
-        words.append(f"1. {one.finetuning}, {counted(one.unit)}: {one.gpus} x {one.gpu.name}, {shares} of the card.")
+        words.append(
+            f"{number}. {one.finetuning}, {counted(one.unit)}: {one.gpus} x {one.gpu.name}, {shares} of the card."
+        )
     return words
 
 
