@@ -181,12 +181,13 @@ def _strongest(bench: Workbench, same: Sequence[Change], given: Changes) -> list
     most = bench.screen((*given, *(group[-1] for group in choices if group[-1] is not None), *always))
     if most is not None and most.least_high_bytes > bench.job.cluster.gpu.capacity_bytes:
         return []  # levers.py lists the strongest last: what does not fit the card with them does not without
-    found = []
+    found: dict[bool, Changes] = {}
     for chosen in product(*choices):
+        offloads_checkpoints = any(change is not None and change.group == "unsloth-gc" for change in chosen)
         changes = (*given, *(change for change in chosen if change is not None), *always)
-        if bench.fitting(changes):
-            found.append(_pruned(bench, changes, given))
-    return list(dict.fromkeys(found))
+        if offloads_checkpoints not in found and bench.fitting(changes):  # the least sharding and offload that does
+            found[offloads_checkpoints] = _pruned(bench, changes, given)
+    return list(dict.fromkeys(found.values()))
 
 
 def _pruned(bench: Workbench, changes: Changes, kept: Changes) -> Changes:
