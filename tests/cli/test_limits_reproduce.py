@@ -45,3 +45,10 @@ def test_recipes_without_a_documented_limit_are_refused(dpofit):
     ran = dpofit("limits", "qwen2.5-7b-dpo/full-z3", "--reproduce")
     assert ran.exit_code == 2
     assert "none of the recipes has a documented limit" in ran.err
+
+
+def test_a_whole_family_is_reproduced_by_its_documented_recipes(dpofit):
+    """Among its others is qlora-ddp, which can't be fully fine-tuned."""
+    ran = dpofit("limits", "qwen2.5-72b-dpo/qlora-ddp", PRESET_3, "--reproduce", "--json")
+    assert [row["recipe"] for row in ran.json["rows"]] == ["qwen2.5-72b-dpo/qlora-ddp.v1", PRESET_3]
+    assert {name for cluster in ran.json["clusters"] for name in cluster["outcomes"]} == {PRESET_3}

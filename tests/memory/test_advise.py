@@ -224,16 +224,19 @@ def test_cutting_the_data_sets_cutoff_len_and_the_prompt_that_was_asked_for(fold
     assert found.command.written(cut.changes)[0] == [f"cutoff_len={row}", "--prompt", str(prompt)]
 
 
-def test_fixed_segments_are_told_to_grow(folder, monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_fixed_segments_are_told_to_grow(folder, monkeypatch, variable):
     roomy = JobFlags(gpu="500GiB", nodes=1, gpus_per_node=1)
     recipe = {"finetuning_type": "lora", "cutoff_len": 4096, "flash_attn": "fa2", **SEVEN_B}
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv(variable, "expandable_segments:True")
     enough = predict(asked(folder, roomy, **recipe).planned.job).gpu.high_bytes / 2**30
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    monkeypatch.setenv(variable, "expandable_segments:False")
     found = advised(asked(folder, replace(roomy, gpu=f"{enough + 0.1:.2f}GiB"), **recipe))
-    grown = [found.command.written(suggestion.changes) for suggestion in found.advice.suggestions]
-    assert ([], {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) in grown
+    grown = [suggestion for suggestion in found.advice.suggestions if suggestion.changes[0].expandable]
+    arguments, environment = found.command.written(grown[0].changes)
+    assert arguments == []
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert applied(found.command, arguments, environment).verdict == "fits"
 
 
 def test_popular_changes_are_answered_from_the_job(folder):

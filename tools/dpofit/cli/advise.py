@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from dpofit.memory.job import Job
     from dpofit.memory.levers import Change
 
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# Both names of one setting: torch takes the newer first, some releases know only the older (recipe/environment.py).
+EXPANDABLE = dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:True")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ class Command:
             overrides += change.overrides
             if change.nodes is not None:
                 flags = replace(self._whole_cluster(flags), nodes=change.nodes, gpus_per_node=change.gpus_per_node)
-            if change.prompt is not None and (flags.prompt, flags.response, flags.chosen) != (None, None, None):
+            asked = (flags.prompt, flags.response, flags.chosen, flags.rejected)
+            if change.prompt is not None and any(tokens is not None for tokens in asked):
                 flags = replace(flags, prompt=change.prompt)
             if change.expandable:
                 environment = EXPANDABLE

@@ -51,9 +51,9 @@ def command(
     planned = options.plan_jobs(references, overrides, flags)
     clusters = None
     if reproduce:
-        from dpofit.report.reproduce import clusters_json, print_reproductions, reproductions
+        from dpofit.report.reproduce import clusters_json, documented, print_reproductions, reproductions
 
-        clusters = reproductions(references, overrides)
+        clusters = reproductions(documented(planned), overrides)
     rows = limit_rows(planned)
     if as_json:
         document = limits_document(rows)

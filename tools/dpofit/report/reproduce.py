@@ -19,27 +19,33 @@ CARDS = ("a100-80g", "h20-96g", "h200-141g")
 FINETUNING = ("full", "lora")
 
 
-def reproductions(references: Sequence[str], overrides: Sequence[str] = ()) -> list[Reproduction]:
-    """Every cluster tried on the documented limits of the recipes named. BadInput when none of them has one."""
-    limits = [limit for finetuning in FINETUNING for limit in _limits(references, overrides, finetuning)]
-    if not limits:
+def documented(planned: Sequence[PlannedJob]) -> list[str]:
+    """The names of those with a documented limit. BadInput when none has one."""
+    names = [plan.job.recipe.name for plan in planned
+             if plan.written_for is not None and plan.written_for.documented_prompt_tokens is not None]  # fmt: skip
+    if not names:
         right = "Those of qwen2.5-72b-dpo have; `dpofit list` shows them"
         raise BadInput(Problem("command line", "--reproduce", "none of the recipes has a documented limit", right))
+    return names
+
+
+def reproductions(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Reproduction]:
+    """Every cluster tried on the limits of these catalogue recipes, which all have one."""
+    limits = [limit for finetuning in FINETUNING for limit in _limits(names, overrides, finetuning)]
     return reproduce(limits, [find_gpu(card) for card in CARDS])
 
 
-def _limits(references: Sequence[str], overrides: Sequence[str], finetuning: str) -> list[DocumentedLimit]:
-    """The limits as they were run in 2024: that year's libraries, the AdamW transformers 4 takes by default, and
-    growing segments only where the source says that they were set."""
+def _limits(names: Sequence[str], overrides: Sequence[str], finetuning: str) -> list[DocumentedLimit]:
+    """The limits as they were run in 2024: that year's libraries, and the AdamW transformers 4 takes by default."""
     lines = [*overrides, f"finetuning_type={finetuning}", "optim=adamw_torch"]
-    planned = plan_jobs(references, lines, JobFlags(stack="2024", response=DEFAULT_RESPONSE))
-    return [limit for plan in planned if (limit := _limit(plan, finetuning)) is not None]
+    flags = JobFlags(stack="2024", response=DEFAULT_RESPONSE)
+    return [_limit(plan, finetuning) for plan in plan_jobs(names, lines, flags)]
 
 
-def _limit(plan: PlannedJob, finetuning: str) -> DocumentedLimit | None:
+def _limit(plan: PlannedJob, finetuning: str) -> DocumentedLimit:
+    """Growing segments and an open end only where the source says so."""
     written = plan.written_for
-    if written is None or written.documented_prompt_tokens is None:
-        return None
+    assert written is not None and written.documented_prompt_tokens is not None
     source = written.documented_source or ""
     recipe = replace(plan.job.recipe, expandable_segments="expandable_segments" in source)
     return DocumentedLimit(
