@@ -15,11 +15,10 @@ from tests.launch.runs import dpofit, environment, write_run
 
 pytestmark = pytest.mark.stack
 
-# One of each class; the first three are the documented presets. --all runs every recipe of the catalogue.
+# One of each class. --all runs every recipe of the catalogue.
 CLASSES = {
     "full, ZeRO-3": ("qwen2.5-72b-dpo/full-z3",),
-    "unsloth gc, Liger": ("qwen2.5-72b-dpo/full-z3-liger-unsloth-gc",),
-    "offload": ("qwen2.5-72b-dpo/full-z3-offload-liger-unsloth-gc",),
+    "offload, unsloth gc, Liger": ("qwen2.5-72b-dpo/full-z3-offload-liger-unsloth-gc",),
     "LoRA": ("qwen2.5-72b-dpo/lora-z3",),
     "ZeRO-2": ("qwen2.5-7b-dpo/full-z2",),
     "one GPU, no reference": ("qwen2.5-7b-dpo/lora-1gpu", "pref_loss=orpo"),
@@ -68,7 +67,7 @@ def test_nothing_outside_its_own_folder_changes(tiny_model: Path, tmp_path: Path
     temporary.mkdir()
     before = _tree(folder)
     report = smoke(str(recipe), "max_samples=7", cwd=folder, HOME=str(home), TMPDIR=str(temporary), HF_TOKEN="hf_x")
-    assert report["ok"], report
+    assert report["ok"], (report["checks"], report["outcome"])
     assert _tree(folder) == before
     left = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
     assert left == []

@@ -27,6 +27,8 @@ from dpofit.recipe.load import ReadRecipe
 from dpofit.train.guard.check import check_checkpoint
 
 ASSETS = Path(__file__).parent / "smoke_assets"
+# CPU Adam after a resume (train/smoke.py): 16 of 111,104 bf16 weights rounded the other way; a lost moment moves most.
+MAX_ROUNDED = 1e-3
 LOSS_TOLERANCE = 2e-3  # the loss is logged with four digits, and computed from bf16 logits
 
 
@@ -178,18 +180,23 @@ def _resume_checks(folder: Path, gpus: int) -> list[Check]:
     result, first = _result(folder, "resume"), _result(folder, "train")
     if result is None or first is None:
         return []
-    one, other = (folder / f"trained.{run}.safetensors" for run in ("train", "resume"))
-    same = one.read_bytes() == other.read_bytes()
     name = "resume ends where the uninterrupted run ended"
-    if same:
-        checks = [Check(name, True, "equal weights", "bit for bit")]
+    apart = result.get("apart")
+    cpu_adam = result["optimizer"] == "DeepSpeedCPUAdam"
+    if apart is None:
+        check = Check(name, False, "equal weights", "were not compared")
+    elif apart["differ"] == 0:
+        check = Check(name, True, "equal weights", "bit for bit")
     elif gpus:  # GPU kernels add in any order: the loss of the repeated step must agree
         before, after = first["losses"][-1], result["losses"][-1]
         close = math.isclose(before, after, rel_tol=1e-2)
-        checks = [Check(name, close, f"loss {before:.4f}", f"loss {after:.4f}, weights not bit for bit")]
+        check = Check(name, close, f"loss {before:.4f}", f"loss {after:.4f}, weights not bit for bit")
     else:
-        checks = [Check(name, False, "equal weights", "weights differ")]
-    return [*checks, _loads("resumed model loads in transformers, equal to what was trained", result)]
+        seen = f"{apart['differ']:,} of {apart['values']:,} differ, {apart['beyond']:,} by more than rounding"
+        few = apart["differ"] <= MAX_ROUNDED * apart["values"]
+        expected = "equal up to the rounding of DeepSpeed's CPU Adam after a resume" if cpu_adam else "equal weights"
+        check = Check(name, cpu_adam and few and apart["beyond"] == 0, expected, seen)
+    return [check, _loads("resumed model loads in transformers, equal to what was trained", result)]
 
 
 def _loads(name: str, result: dict) -> Check:

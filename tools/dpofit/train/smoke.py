@@ -11,6 +11,11 @@ from typing import Any
 from transformers import TrainerCallback
 
 PLAN_FILE, WEIGHTS = "smoke.json", "model.safetensors"
+# DeepSpeed's CPU Adam multiplies beta^t up step by step, but computes pow(beta, t) after a resume (0.18.4
+# csrc/includes/cpu_adam.h:57 IncrementStep). The two round differently in fp32, which 1 - 0.999^t magnifies: at step 3
+# the update came out 1.0e-5 smaller, computed and measured. So masters differ by a 1e-4th of an update at most, and
+# bf16 weights by the rounding that this can tip.
+CPU_ADAM_REL_UPDATE = 1e-4
 
 
 def prepare(folder: Path) -> None:
@@ -49,7 +54,9 @@ class SmokeCallback(TrainerCallback):
         if logs and "loss" in logs:
             self._losses.append(float(logs["loss"]))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """All ranks take part: under ZeRO-3 each parameter is gathered in turn."""
         from safetensors.torch import save_file
 
@@ -57,7 +64,12 @@ class SmokeCallback(TrainerCallback):
         if state.is_world_process_zero:
             save_file(trained, self._folder / f"trained.{self._run}.safetensors")
             moved = sum(not bool((trained[name] == before).all()) for name, before in self._initial.items())
-            result = {"losses": self._losses, "step": state.global_step, "device": str(args.device), "moved": moved}
+            while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
+                optimizer = optimizer.optimizer
+            result = {
+                "losses": self._losses, "step": state.global_step, "device": str(args.device), "moved": moved,
+                "optimizer": type(optimizer).__name__,
+            }  # fmt: skip
             result_file(self._folder, self._run).write_text(json.dumps(result))
 
 
@@ -69,7 +81,34 @@ def finish(settings: dict[str, Any], folder: Path) -> None:
     path = result_file(folder, plan["run"])
     result = json.loads(path.read_text())
     result["loaded"], result["different"] = _compare(settings, folder, plan["run"])
+    if plan["run"] == "resume":
+        result["apart"] = apart(
+            folder / "trained.train.safetensors",
+            folder / "trained.resume.safetensors",
+            float(settings["learning_rate"]) * CPU_ADAM_REL_UPDATE,
+        )
     path.write_text(json.dumps(result))
+
+
+def apart(one: Path, other: Path, slack: float) -> dict[str, int]:
+    """How far two sets of weights are apart: of `values`, how many `differ`, and how many of those lie `beyond` one
+    rounding unit of their dtype plus `slack` (in the weights' own unit)."""
+    import torch
+    from safetensors.torch import load_file
+
+    first, second = load_file(one), load_file(other)
+    if first.keys() != second.keys():
+        raise ValueError(f"{one} and {other} hold different tensors")
+    values = differ = beyond = 0
+    for name, a in first.items():
+        x, y = a.double(), second[name].double()
+        # In [2^(e-1), 2^e) numbers are eps * 2^(e-1) apart; frexp gives that e.
+        exponent = torch.frexp(torch.maximum(x.abs(), y.abs())).exponent
+        spacing = torch.exp2(exponent.double() - 1) * torch.finfo(a.dtype).eps
+        values += x.numel()
+        differ += int((x != y).sum())
+        beyond += int((~((x - y).abs() <= spacing + slack)).sum())
+    return {"values": values, "differ": differ, "beyond": beyond}
 
 
 def _make_weights(model: Path, head_scale: float) -> None:
