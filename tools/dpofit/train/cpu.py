@@ -39,6 +39,7 @@ def prepare(uses_deepspeed: bool) -> None:
             # transformers refuses bf16 without a GPU; CPUs compute it. Both names: the second was imported already.
             hooks.Hook(OWNER, "transformers.utils:is_torch_bf16_gpu_available", _always),
             hooks.Hook(OWNER, "transformers.training_args:is_torch_bf16_gpu_available", _always),
+            hooks.Hook(OWNER, "accelerate.state:PartialState.set_device", _without_index),
             hooks.Hook(
                 OWNER,
                 "llamafactory.model.model_utils.checkpointing:get_unsloth_gradient_checkpointing_func",
@@ -63,6 +64,18 @@ def _at_once(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _always(stock: Callable[..., bool]) -> Callable[..., bool]:
     return lambda *args, **kwargs: True
+
+
+def _without_index(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Plain `cpu`: accelerate 1.11 makes it `cpu:<rank>` under DDP, where torch.load can't put an optimizer's state."""
+    import torch
+
+    def set_device(state: Any) -> None:
+        stock(state)
+        if state.device.type == "cpu":
+            state.device = torch.device("cpu")
+
+    return set_device
 
 
 def _unsloth_on_cpu(stock: Callable[..., Any]) -> Callable[..., Any]:
