@@ -73,6 +73,17 @@ def test_a_breakdown_adds_up_to_its_peak(kind):
         assert sum(peak.breakdown.values()) == peak.size_bytes
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_freed_is_freed_under_the_category_it_was_allocated_under(kind, tied):
+    alive: dict[str, str] = {}
+    for _, storage, event in program(kind, tie_word_embeddings=tied).events():
+        if event.size_bytes > 0:
+            alive[storage] = event.category
+        else:
+            assert alive.pop(storage) == event.category, storage
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("kind", ["full zero3", "full no gc", "lora zero3", "full autocast", "sft liger"])
 def test_collapsing_middle_layers_hardly_changes_what_is_reserved(kind, expandable):

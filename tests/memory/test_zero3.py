@@ -52,6 +52,6 @@ def test_parameters_at_or_below_the_threshold_never_move():
     assert coordinate(FORWARD, SIZES, config(persistence_threshold=100)) == [()] * 6
 
 
-def test_without_a_complete_trace_modules_are_released_at_once():
-    assert untraced(True, A, 100) == (Action(True, A, 100),)
-    assert untraced(False, A, 100) == (Action(False, A, 100),)
+def test_without_a_complete_trace_modules_are_released_at_once_and_gathered_once():
+    done = untraced([(True, A), (True, A), (False, A), (True, B)], {A: 100, B: 0})
+    assert done == [(Action(True, A, 100),), (), (Action(False, A, 100),), ()]

@@ -30,24 +30,23 @@ class HeadSpec:
     own_loss: bool = False  # Qwen 1's modeling_qwen.py: shift_logits.contiguous() and cross-entropy in the logits' bf16
 
 
-def embed(spec: LayerSpec, tape: Tape) -> Value:
-    """Token embeddings `[rows, tokens, hidden]`, the first residual."""
+def embed(spec: LayerSpec, tape: Tape, category: str) -> Value:
+    """Token embeddings `[rows, tokens, hidden]`, the first residual and the first layer's checkpoint."""
     size_bytes = spec.hidden * spec.residual_bytes // BF16
     tape.mark("pre", "embed_tokens")
-    value = Value(tape.new("hidden", size_bytes, "activations"), True)
+    value = Value(tape.new("hidden", size_bytes, category), True)
     tape.mark("post", "embed_tokens")
     return value
 
 
 def embed_backward(spec: LayerSpec, tape: Tape, tied_gradient: Storage | None) -> None:
-    """embedding_dense_backward: a gradient of the whole table; a tied head's waits in the engine to be added."""
-    if not spec.weights_trained:
-        return
-    elements = spec.model.embedding_parameters
+    """embedding_dense_backward: a gradient of the whole table; a tied head's waits in the engine to be added. A frozen
+    table's hook fires too: gradient checkpointing makes its output require a gradient. The module's backward never
+    ends for the hooks, since token ids have no gradient."""
     tape.mark("pre_backward", "embed_tokens")
-    Ops(spec, tape).weight_gradient("embed_tokens", elements, computed_wide=True)
-    tape.drop(tied_gradient)
-    tape.mark("post_backward", "embed_tokens")
+    if spec.weights_trained:
+        Ops(spec, tape).weight_gradient("embed_tokens", spec.model.embedding_parameters, computed_wide=True)
+        tape.drop(tied_gradient)
 
 
 def logits(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadSpec) -> tuple[Value, Storage, list[Storage]]:
@@ -67,21 +66,18 @@ def logits(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadSpec) -> tuple[
 
 def _tied_head(spec: LayerSpec, tape: Tape, normed: Value, waiting: list[Storage]) -> Value:
     """The head shares the embedding's weight: its gradient stays in the engine until the embedding's comes."""
-    size_bytes = spec.tokens * spec.model.vocab_size * BF16
-    tape.mark("pre", "embed_tokens")
-    output = Value(tape.new("lm_head.out", size_bytes, LOGITS), True)
-    tape.mark("post", "embed_tokens")
+    elements = spec.model.embedding_parameters
 
-    def backward(grad: Storage) -> None:
-        tape.mark("pre_backward", "embed_tokens")
-        gradient = tape.new("lm_head.grad_in", spec.hidden, "activation_grads")
-        if spec.weights_trained:
-            waiting.append(tape.new("tied_grad", spec.model.embedding_parameters * BF16, "gradients"))
-        tape.give(normed, gradient)
-        tape.mark("post_backward", "embed_tokens")
+    def wait() -> None:
+        gradient = tape.new("tied_grad_bf16", elements * BF16, "gradients")
+        if spec.autocast:
+            wide = tape.new("tied_grad", elements * FP32, "gradients")
+            tape.drop(gradient)
+            gradient = wide
+        waiting.append(gradient)
 
-    tape.node(output, [normed.storage] if spec.weights_trained else [], backward)
-    return output
+    table = Linear("embed_tokens", spec.model.hidden_size, spec.model.vocab_size, bias=False)
+    return Ops(spec, tape).base_linear(normed, table, wait)
 
 
 def log_probs(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storage]:
@@ -218,7 +214,7 @@ def fused_causal_lm_loss(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadS
         if not head.tied:
             grad_weight.tag = f"grad.{name}"
     # under autocast `grad_logits @ weight` caches a bf16 head; each chunk's `x @ weight.t()`, a view, makes another
-    cast_bytes = model.embedding_parameters * BF16 if spec.autocast else 0
+    cast_bytes = model.embedding_parameters * BF16 if spec.autocast and spec.weights_trained else 0
     weight_cast = tape.new("lm_head.weight_cast", cast_bytes, "autocast_cache")
     view_cast = tape.new("lm_head.weight_view_cast", cast_bytes, "autocast_cache")
     tape.temporary("logits.chunk", chunk_rows * model.vocab_size * BF16, LOGITS)

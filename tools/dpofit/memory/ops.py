@@ -6,6 +6,8 @@ ops/rms_norm.py, ops/swiglu.py. Sizes are bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dpofit.memory.spec import BF16, FP32, LayerSpec, Lora
 from dpofit.memory.tape import Storage, Tape, Value
 from dpofit.models.shape import Linear
@@ -25,7 +27,8 @@ class Ops:
             return self._lora_linear(x, linear, lora)
         return self.base_linear(x, linear)
 
-    def base_linear(self, x: Value, linear: Linear) -> Value:
+    def base_linear(self, x: Value, linear: Linear, on_weight_gradient: Callable[[], None] | None = None) -> Value:
+        """A module's own weight, its bias too. `on_weight_gradient` takes the place of handing the gradient over."""
         spec, tape = self.spec, self.tape
         trained = spec.weights_trained
         weight_count = linear.in_features * linear.out_features
@@ -55,7 +58,9 @@ class Ops:
                 gradient.view = True
             if spec.dequantized_bytes_per_weight:
                 tape.drop(weight)
-            if trained:
+            if trained and on_weight_gradient is not None:
+                on_weight_gradient()
+            elif trained:
                 self.weight_gradient(linear.name, weight_count)
                 if linear.bias:
                     self.weight_gradient(f"{linear.name}.bias", linear.out_features)

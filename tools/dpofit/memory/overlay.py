@@ -197,11 +197,12 @@ def _hooks(
         return iter(coordinate(hooks, engine.parameters, engine.config))
     threshold = engine.config.persistence_threshold
     sizes = {m: sum(count for count in counts if count > threshold) for m, counts in engine.parameters.items()}
-    return iter([untraced(fetch, module, sizes.get(module, 0)) for fetch, module in hooks])
+    return iter(untraced(hooks, sizes))
 
 
 def _lost(mark: Mark, engine: Engine) -> bool:
-    return engine.twice and mark.kind == "post_backward" and mark.module in OUTSIDE
+    outside = OUTSIDE if engine.twice else frozenset({"embed_tokens"})  # a tied head's module is the embedding's
+    return mark.kind == "post_backward" and mark.module in outside
 
 
 def _gradient_effects(mark: Mark, base: int, reducer: Reducer | None, ids: ModuleIds) -> tuple[Effect, ...]:

@@ -42,12 +42,13 @@ def micro_batch(job: Job) -> list[Part]:
     batch, made, mask = _inputs(job, spec, "forward", clone=job.has_reference)
     parts = [batch, made]
     tape = Tape()
-    parts.append(Part("forward", tuple(_embedding(spec, tape))))
+    kept = "checkpoints" if job.recipe.gradient_checkpointing else "activations"
+    parts.append(Part("forward", tuple(_embedding(spec, tape, kept))))
     forward, backward, casts = _layer_templates(job, spec, mask)
     held = _held_embedding(job, spec)
     parts += [*held, Part("forward", forward, layers), *map(_freed, held)]
 
-    hidden = Value(Storage("hidden", _residual_bytes(spec), "activations", shift=layers), True)
+    hidden = Value(Storage("hidden", _residual_bytes(spec), kept, shift=layers), True)
     head, result, outputs, waiting = _head_and_loss(job, spec, tape, hidden, "forward", casts)
     parts += head if job.recipe.gradient_checkpointing else [head[0], _freed(made), *head[1:]]
     if job.has_reference:
@@ -257,8 +258,8 @@ def _freed(part: Part) -> Part:
     return Part(part.phase, tuple(events), engine=part.engine)
 
 
-def _embedding(spec: LayerSpec, tape: Tape) -> list[Event | Mark]:
-    embed(spec, tape)
+def _embedding(spec: LayerSpec, tape: Tape, category: str = "activations") -> list[Event | Mark]:
+    embed(spec, tape, category)
     return list(_literal(tape.cut(), layer0=f"{tape.prefix}hidden"))
 
 

@@ -162,3 +162,23 @@ def largest_tensor(job: Job) -> int:
         return job.model.embedding_parameters
     sides = [max(x.in_features, x.out_features) for x in job.model.linears if x.name in job.lora_targets]
     return job.recipe.lora_rank * max(sides, default=0)
+
+
+def partition_gradients(job: Job) -> int:
+    """Elements of ZeRO-1/2's gradient buffer on the rank that needs most: every trained matrix that touches its
+    partition counts whole (stage_1_and_2.py:1462-1469). Biases and norms, a group of their own, are left out."""
+    model = job.model
+    if not job.full:
+        return math.ceil(job.trained_parameters / job.world_size) + largest_tensor(job)
+    layer = [linear.in_features * linear.out_features for linear in model.linears]
+    tensors = [model.embedding_parameters, *layer * model.layers]
+    if not model.tied_embeddings:
+        tensors.append(model.embedding_parameters)
+    share = math.ceil(sum(tensors) / job.world_size)
+    touched = [0] * job.world_size
+    start = 0
+    for elements in tensors:
+        for rank in range(start // share, min((start + elements - 1) // share, job.world_size - 1) + 1):
+            touched[rank] += elements
+        start += elements
+    return max(touched)

@@ -17,6 +17,7 @@ from dpofit.memory.states import (
     base_weight_bytes,
     largest_tensor,
     optimizer_states,
+    partition_gradients,
     trained_tensors,
     weight_states,
 )
@@ -191,17 +192,14 @@ def _step(
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
     buffers = _buckets(job, sizes)
     gradients_stay = job.zero_stage < 2
-    phases.append(Phase("backward", step, tuple(_with_buckets(laid["backward"], buffers))))
+    one_bucket = sizes is not None and job.trained_parameters <= sizes.reduce_bucket
+    phases.append(Phase("backward", step, tuple(_with_buckets(laid["backward"], buffers, one_bucket))))
     if job.recipe.gradient_accumulation > 1 and gradients_stay:
         phases.append(Phase("accumulate", step, tuple(_accumulate(parts))))
-    items: Items = [_end(buffer) for buffer in buffers if buffer.tag == "ipg_buckets"]
-    items += _optimizer_step(job, sizes, appearing)
+    items = _optimizer_step(job, sizes, appearing)
     items += [_end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
-    if _forwarded_twice(job):  # engine.step releases what backward's hooks did not
-        head = "embed_tokens" if job.model.tied_embeddings else "lm_head"
-        stream = "policy.gather" if job.zero.overlap_comm else "compute"
-        gathered = Event(f"policy.gather.{head}", job.model.embedding_parameters * BF16, "gathered", "gpu", stream)
-        items.append(_end(gathered))
+    if job.zero_stage == 3 and sizes is not None:
+        items += [_end(event) for event in _kept_gathered(job, sizes)]
     if gradients_stay:
         items += _zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))
@@ -212,6 +210,18 @@ def _end(event: Event) -> Event:
     return event._replace(size_bytes=-event.size_bytes)
 
 
+def _kept_gathered(job: Job, sizes: ZeroSizes) -> list[Event]:
+    """What backward leaves gathered until engine.step releases everything: overlay._hooks says why."""
+    elements = job.model.embedding_parameters
+    if elements <= sizes.persistence_threshold:
+        return []
+    names = ["embed_tokens"]
+    if _forwarded_twice(job) and not job.model.tied_embeddings:
+        names.append("lm_head")
+    stream = "policy.gather" if job.zero.overlap_comm else "compute"
+    return [Event(f"policy.gather.{name}", elements * BF16, "gathered", "gpu", stream) for name in names]
+
+
 def _buckets(job: Job, sizes: ZeroSizes | None) -> list[Event]:
     """What ZeRO-1/2 allocate in each backward: reduce buckets, two when they overlap, whole however little is trained
     (stage_1_and_2.py:2230-2253), and this rank's averaged gradients unless they go to the host (1447-1476)."""
@@ -220,18 +230,24 @@ def _buckets(job: Job, sizes: ZeroSizes | None) -> list[Event]:
     buckets = sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1)
     found = [Event("ipg_buckets", buckets * BF16, "buckets")]
     if job.zero.offload_optimizer == "none":
-        partition = math.ceil(job.trained_parameters / job.world_size)
-        found.append(Event("grads_in_partition", partition * BF16, "gradients"))
+        found.append(Event("grads_in_partition", partition_gradients(job) * BF16, "gradients"))
     return found
 
 
-def _with_buckets(backward: Items, buffers: list[Event]) -> Items:
-    """They appear when the gradient reaches the engine's output, the bf16 logits (engine.py:2236-2243)."""
-    first = (
-        index + 1 for index, item in enumerate(backward) if isinstance(item, Event) and item.tag == LOGITS_GRADIENT
-    )
-    at = next(first, 0)
-    return [*backward[:at], *buffers, *backward[at:]]
+def _with_buckets(backward: Items, buffers: list[Event], one_bucket: bool) -> Items:
+    """Buckets appear when the gradient reaches the engine's output, the bf16 logits (engine.py:2236-2243), and go in
+    backward's epilogue; the partition's buffer comes with the first reduction, at the end when one bucket takes all."""
+    buckets = [buffer for buffer in buffers if buffer.tag == "ipg_buckets"]
+    partition = [buffer for buffer in buffers if buffer.tag != "ipg_buckets"]
+    at = 0
+    for index, item in enumerate(backward):
+        if at and isinstance(item, Event) and item.size_bytes < 0:  # the fp32 gradient it was cast from has gone
+            at = index + 1
+            break
+        if isinstance(item, Event) and item.tag == LOGITS_GRADIENT:
+            at = index + 1
+    early, late = ([], partition) if one_bucket else (partition, [])
+    return [*backward[:at], *buckets, *early, *backward[at:], *late, *map(_end, buckets)]
 
 
 def _zero_grad(parts: list[Part]) -> Items:

@@ -163,7 +163,17 @@ def _reused(uses: Sequence[int], passed: Sequence[int], step_id: int, distance: 
     return False
 
 
-def untraced(fetch: bool, module: int, elements: int) -> tuple[Action, ...]:
-    """A hook of a step without a complete trace: no prefetch, release at once. That is the first step, and every step
-    of a LoRA run whose reference is the same module with adapters off, since the two forwards undo the trace."""
-    return (Action(fetch, module, elements),) if elements else ()
+def untraced(hooks: Sequence[tuple[bool, int]], sizes: Mapping[int, int]) -> list[tuple[Action, ...]]:
+    """A step without a complete trace: no prefetch, release at once. That is the first step, and every step of a LoRA
+    run whose reference is the same module with adapters off, since the two forwards undo the trace. `sizes`: elements
+    of each module that move."""
+    available: set[int] = set()
+    actions: list[tuple[Action, ...]] = []
+    for fetch, module in hooks:
+        size = sizes.get(module, 0)
+        if not size or fetch == (module in available):
+            actions.append(())
+            continue
+        (available.add if fetch else available.discard)(module)
+        actions.append((Action(fetch, module, size),))
+    return actions

@@ -41,8 +41,10 @@ def trace_step(
     """
     recorder = Recorder()
     group: Any = zero.process_group(request.world_size, recorder) if request.deepspeed else nullcontext()
+    stage = request.deepspeed.get("zero_optimization", {}).get("stage", 0)
+    linear: Any = zero.memory_efficient_linear() if stage == 3 else nullcontext()
     semantics: Any = cuda_semantics(request) if request.cuda else nullcontext([])
-    with semantics as substitutions, group, _cuda_is_the_stand_in(), _no_collector():
+    with semantics as substitutions, group, linear, _cuda_is_the_stand_in(), _no_collector():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         mode = StorageMode(
             recorder,

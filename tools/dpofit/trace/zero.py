@@ -71,6 +71,16 @@ def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
+def memory_efficient_linear() -> Iterator[None]:
+    """What zero.Init leaves behind in a real ZeRO-3 run: F.linear is DeepSpeed's, which saves the parameter itself for
+    backward, not the gathered buffer (partition_parameters.py:574-580). Here the model is made without zero.Init."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    with mock.patch.object(torch.nn.functional, "linear", zero3_linear_wrap):
+        yield
+
+
+@contextmanager
 def _forgetting(module: Any) -> Iterator[None]:
     """deepspeed.utils.groups keeps what it made in module variables, which would outlive this process group."""
     before = {name: value for name, value in vars(module).items() if not callable(value)}
