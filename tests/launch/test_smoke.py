@@ -69,12 +69,11 @@ def test_nothing_outside_its_own_folder_changes(tiny_model: Path, tmp_path: Path
     report = smoke(str(recipe), "max_samples=7", cwd=folder, HOME=str(home), TMPDIR=str(temporary), HF_TOKEN="hf_x")
     assert report["ok"], (report["checks"], report["outcome"])
     assert _tree(folder) == before
-    left = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
-    assert left == []
+    assert list(temporary.iterdir()) == []
     cached = {path.relative_to(home).parts[:2] for path in home.rglob("*") if path.is_file()}
-    assert cached <= {(".cache", "dpofit"), (".triton", "autotune")}
+    assert cached <= {(".cache", "dpofit")}
     replaced = {entry["key"] for entry in report["replaced"]}
-    assert {"output_dir", "model_name_or_path", "dataset", "dataset_dir", "max_samples", "max_steps"} <= replaced
+    assert {"output_dir", "model_name_or_path", "dataset_dir", "max_samples", "max_steps"} <= replaced
     assert not replaced & {"finetuning_type", "lora_rank", "stage", "bf16", "template", "cutoff_len"}
 
 

@@ -60,6 +60,8 @@ def command(
     if card.hardware.nodes > 1:
         print(f"  export NNODES={card.hardware.nodes} NODE_RANK=… MASTER_ADDR=… MASTER_PORT=…")
     print("  llamafactory-cli train recipe.yaml")
+    print("or, which sets all of that, checks the machine first and guards the saves:")
+    print(f"  dpofit launch {shlex.quote(str(folder.absolute()))}")
 
 
 def _refuse_overwriting(folder: Path, files: dict[str, str], force: bool) -> None:

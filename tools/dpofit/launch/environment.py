@@ -12,6 +12,7 @@ from dpofit.recipe.catalogue import card_of
 from dpofit.recipe.environment import ALLOCATOR_VARIABLES, launcher_sets_allocator
 from dpofit.recipe.recipe import Recipe
 
+CACHE = Path.home() / ".cache" / "dpofit"  # what takes minutes to make again, and nothing else
 _SECRET = re.compile(r"token|key|secret|password", re.I)
 
 
@@ -60,7 +61,7 @@ def launch_variables(
 
 def cpu_variables(processes: int, cores: int) -> tuple[Variable, ...]:
     """For ranks on the CPU: gloo, DeepSpeed's CPU accelerator, compiled operators kept apart by version."""
-    operators = Path.home() / ".cache" / "dpofit" / f"torch-{_version('torch')}-deepspeed-{_version('deepspeed')}"
+    operators = CACHE / f"torch-{_version('torch')}-deepspeed-{_version('deepspeed')}"
     return (
         Variable("DPOFIT_CPU", "1", "ranks on the CPU"),
         Variable("DS_ACCELERATOR", "cpu", "ranks on the CPU"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dpofit.launch.build_lock import operator_cache, remove_left_locks
 from dpofit.launch.death import Outcome
-from dpofit.launch.environment import Variable, cpu_variables, launch_variables
+from dpofit.launch.environment import CACHE, Variable, cpu_variables, launch_variables
 from dpofit.launch.network import free_port
 from dpofit.launch.plan import Plan, single_command, torchrun_command
 from dpofit.launch.run import run_plan
@@ -132,6 +132,9 @@ def _variables(read: ReadRecipe, gpus: int, ranks: int, folder: Path) -> tuple[V
         Variable("DPOFIT_SMOKE", str(folder), "the smoke run's folder"),
         Variable("HF_DATASETS_CACHE", str(folder / "cache"), "nothing of yours is touched"),
         Variable("WANDB_MODE", "disabled", "nothing from the network"),
+        Variable("PET_LOG_DIR", str(folder / "torchrun"), "nothing of yours is touched"),  # torchrun's --log-dir
+        Variable("MPLCONFIGDIR", str(CACHE / "matplotlib"), "nothing of yours is touched"),
+        Variable("TRITON_CACHE_DIR", str(CACHE / "triton"), "nothing of yours is touched"),
     ]
     offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
     variables += [Variable(name, "1", "nothing from the network") for name in offline]
