@@ -181,3 +181,14 @@ def test_every_preflight_finding_is_documented() -> None:
 
 def _without_paths(script: str) -> list[str]:
     return [line for line in script.strip().splitlines() if not line.startswith(("cd ", "srun "))]
+
+
+def test_without_gpus_the_forecast_is_for_the_cluster_that_a_copied_recipe_is_written_for(tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    assert dpofit("copy", "qwen2.5-72b-dpo/full-z3", folder, cwd=tmp_path).returncode == 0
+    here, eight = (
+        dpofit("launch", folder, "--dry-run", cwd=tmp_path, env=plain(CUDA_VISIBLE_DEVICES="", **more)).stdout
+        for more in ({}, {"NNODES": "8", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    )
+    assert "; 4 x 8 h200-141g, rows of 9,216 tokens" in here
+    assert "; 8 x 8 h200-141g, rows of 9,216 tokens" in eight

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dpofit.errors import BadInput
 from dpofit.launch.topology import Topology
+from dpofit.recipe.catalogue import WrittenFor
 from dpofit.units import format_gib
 
 
@@ -21,14 +22,20 @@ class Forecast:
     checkpoint_bytes: int | None = None
 
 
-def forecast(reference: str, overrides: Sequence[str], topology: Topology | None) -> Forecast:
-    """Predict the job on this machine's cards, as many as `topology` says; None: those the recipe is written for."""
+def forecast(
+    reference: str, overrides: Sequence[str], topology: Topology, here: bool, written: WrittenFor | None
+) -> Forecast:
+    """Predict the job on `topology`: with this machine's cards if it trains `here`, else with those the recipe, or the
+    one it was copied from, is `written` for, on its nodes unless more were named."""
     from dpofit.cli.job_options import JobFlags, plan_job
     from dpofit.memory.predict import predict
 
     flags = JobFlags()
-    if topology is not None:
+    if here:
         flags = JobFlags(gpu="auto", nodes=topology.nodes, gpus_per_node=topology.processes, host_ram="auto")
+    elif written is not None:
+        nodes = topology.nodes if topology.nodes > 1 else written.nodes
+        flags = JobFlags(written.gpu, nodes, topology.processes, written.host_ram)
     try:
         planned = plan_job(reference, overrides, flags)
         prediction = predict(planned.job, planned.mix)

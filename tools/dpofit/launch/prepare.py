@@ -18,7 +18,7 @@ from dpofit.launch.plan import Plan, accelerate_command, run_folder, single_comm
 from dpofit.launch.starts import Start, closable_terminal
 from dpofit.launch.state import running
 from dpofit.launch.topology import Topology, read_topology
-from dpofit.recipe.catalogue import card_of
+from dpofit.recipe.catalogue import card_of, written_for
 from dpofit.recipe.load import ReadRecipe, read_recipe
 from dpofit.units import parse_bytes
 
@@ -92,7 +92,8 @@ def prepare(
     if cpu_ranks:
         predicted = Forecast(None, "not predicted: CPU ranks have no GPU memory")
     else:
-        predicted = forecast(reference, overrides, topology if gpus else None)
+        written = written_for(catalogue_source(recipe.source))
+        predicted = forecast(reference, overrides, topology, gpus > 0, written)
     torchrun = bool(topology.world_size > 1 or recipe.zero or _on(environment.get("FORCE_TORCHRUN")))
     source = recipe.source.resolve()
     port = None if topology.master_port or dry_run else free_port()
