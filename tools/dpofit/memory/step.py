@@ -5,27 +5,32 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dpofit.memory.head import LOGITS_GRADIENT
 from dpofit.memory.job import Job
 from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, decide, lay
 from dpofit.memory.parts import Part, evaluation, micro_batch
-from dpofit.memory.pinned import pinned_block_bytes
-from dpofit.memory.program import Event, Phase, Program, Repeat
+from dpofit.memory.program import Event, Phase, Program
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.states import (
     State,
     base_weight_bytes,
-    largest_tensor,
     optimizer_states,
-    partition_gradients,
-    trained_tensors,
     weight_states,
 )
 from dpofit.memory.tape import Mark
+from dpofit.memory.update import (
+    Items,
+    allocate,
+    buckets_of_backward,
+    comes_and_goes,
+    end,
+    forwarded_twice,
+    kept_gathered,
+    optimizer_update,
+    with_buckets,
+    zero_grad,
+)
 from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
 from dpofit.memory.zero3 import ModuleIds, persistent_elements
-
-Items = list[Event | Repeat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,38 +80,14 @@ def steady_step(job: Job, plan: Plan) -> Program:
     return Program(tuple(_step(job, plan.sizes, micro_batch(job), 2, plan.steady, [])))
 
 
-def _allocate(states: list[State]) -> list[Event]:
-    events: list[Event] = []
-    for state in states:
-        if state.space == "host_pinned" and state.size_bytes:
-            block = math.ceil(state.size_bytes / state.blocks)
-            rounded = pinned_block_bytes(block) * state.blocks
-            events.append(Event(state.tag, rounded, state.category, state.space))
-        elif state.size_bytes and state.space == "gpu" and state.blocks > 1:
-            block, rest = divmod(state.size_bytes, state.blocks)
-            sizes = [block + (number < rest) for number in range(state.blocks)]
-            events += [Event(f"{state.tag}.{number}", size, state.category) for number, size in enumerate(sizes)]
-        elif state.size_bytes:
-            events.append(Event(state.tag, state.size_bytes, state.category, state.space))
-    return events
-
-
-def _pair(tag: str, size_bytes: int, category: str, space: str = "gpu") -> Items:
-    """Something that comes and goes."""
-    if size_bytes <= 0:
-        return []
-    event = Event(tag, size_bytes, category, space)  # type: ignore[arg-type]
-    return [event, event._replace(size_bytes=-size_bytes)]
-
-
 def _load(job: Job) -> Items:
-    items: Items = list(_allocate(weight_states(job)))
+    items: Items = list(allocate(weight_states(job)))
     if job.zero_stage == 3:
         # zero.Init builds each module whole on the GPU, then keeps its slice (partition_parameters.py Init)
-        items += _pair("load_module", job.model.embedding_parameters * BF16, "load")
+        items += comes_and_goes("load_module", job.model.embedding_parameters * BF16, "load")
     elif job.zero_stage in (1, 2) and job.full:
         # LLaMA-Factory upcasts trainable weights to fp32 before DeepSpeed casts them to bf16
-        items += _pair("load_fp32", job.model.parameters * BF16, "load")
+        items += comes_and_goes("load_fp32", job.model.parameters * BF16, "load")
     return items
 
 
@@ -124,20 +105,20 @@ def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
         share = math.ceil(job.trained_parameters / job.world_size)
         group = min(share, sizes.sub_group) if zero.stage == 3 else share
         if zero.stage < 3:  # trained weights are flattened on the host: stage_1_and_2.py:374-414
-            items += _pair("flatten", 2 * job.trained_parameters * BF16, "load", "host_pageable")
+            items += comes_and_goes("flatten", 2 * job.trained_parameters * BF16, "load", "host_pageable")
         if zero.offload_optimizer == "none":
-            items += _pair("master_copy", group * FP32, "optimizer")  # converted, then cloned: stage3.py:963
+            items += comes_and_goes("master_copy", group * FP32, "optimizer")  # converted, then cloned: stage3.py:963
         else:
-            items += _pair("master_copy", group * FP32, "optimizer", "host_pageable")
+            items += comes_and_goes("master_copy", group * FP32, "optimizer", "host_pageable")
         if zero.stage == 3 and zero.offload_param == "none":
             # defragment (stage3.py:647-675) moves the shards through host memory when the GPU is short of none
-            items += _pair("defragment", math.ceil(job.trained_parameters / job.world_size) * BF16, "load",
+            items += comes_and_goes("defragment", math.ceil(job.trained_parameters / job.world_size) * BF16, "load",
                            "gpu" if zero.offload_optimizer == "none" else "host_pageable")  # fmt: skip
-    items += _allocate(lasting)
+    items += allocate(lasting)
     if zero is not None and zero.stage == 3:
         for engine in _engines(job, sizes, ModuleIds(OUTSIDE), traced=False):
             persistent = persistent_elements(engine.parameters, engine.config)
-            items += _allocate([State(f"{engine.name}.persistent", persistent * BF16, "gathered")])
+            items += allocate([State(f"{engine.name}.persistent", persistent * BF16, "gathered")])
     return items
 
 
@@ -145,17 +126,12 @@ def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) ->
     """The ZeRO-3 engines; a LoRA run with a reference forwards one engine twice a step, which undoes its trace."""
     if job.zero_stage != 3 or sizes is None:
         return []
-    twice = _forwarded_twice(job)
+    twice = forwarded_twice(job)
     parameters = _parameters(job, ids, adapters=True)
     engines = [Engine("policy", parameters, sizes.coordinator(), traced and not twice, twice)]
     if job.reference_copy:
         engines.append(Engine("reference", _parameters(job, ids, adapters=False), reference_coordinator(job), traced))
     return engines
-
-
-def _forwarded_twice(job: Job) -> bool:
-    """Policy and reference are one ZeRO-3 engine: LoRA, whose reference is the policy with its adapters off."""
-    return job.zero_stage == 3 and job.has_reference and not job.reference_copy
 
 
 def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int, ...]]:
@@ -190,78 +166,20 @@ def _step(
 ) -> list[Phase]:
     laid = lay(parts, decisions)
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
-    buffers = _buckets(job, sizes)
+    buffers = buckets_of_backward(job, sizes)
     gradients_stay = job.zero_stage < 2
     one_bucket = sizes is not None and job.trained_parameters <= sizes.reduce_bucket
-    phases.append(Phase("backward", step, tuple(_with_buckets(laid["backward"], buffers, one_bucket))))
+    phases.append(Phase("backward", step, tuple(with_buckets(laid["backward"], buffers, one_bucket))))
     if job.recipe.gradient_accumulation > 1 and gradients_stay:
         phases.append(Phase("accumulate", step, tuple(_accumulate(parts))))
-    items = _optimizer_step(job, sizes, appearing)
-    items += [_end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
+    items = optimizer_update(job, sizes, appearing)
+    items += [end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
     if job.zero_stage == 3 and sizes is not None:
-        items += [_end(event) for event in _kept_gathered(job, sizes)]
+        items += [end(event) for event in kept_gathered(job, sizes)]
     if gradients_stay:
-        items += _zero_grad(parts)
+        items += zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))
     return phases
-
-
-def _end(event: Event) -> Event:
-    return event._replace(size_bytes=-event.size_bytes)
-
-
-def _kept_gathered(job: Job, sizes: ZeroSizes) -> list[Event]:
-    """What backward leaves gathered until engine.step releases everything: overlay._hooks says why."""
-    elements = job.model.embedding_parameters
-    if elements <= sizes.persistence_threshold:
-        return []
-    names = ["embed_tokens"]
-    if _forwarded_twice(job) and not job.model.tied_embeddings:
-        names.append("lm_head")
-    stream = "policy.gather" if job.zero.overlap_comm else "compute"
-    return [Event(f"policy.gather.{name}", elements * BF16, "gathered", "gpu", stream) for name in names]
-
-
-def _buckets(job: Job, sizes: ZeroSizes | None) -> list[Event]:
-    """What ZeRO-1/2 allocate in each backward: reduce buckets, two when they overlap, whole however little is trained
-    (stage_1_and_2.py:2230-2253), and this rank's averaged gradients unless they go to the host (1447-1476)."""
-    if job.zero_stage not in (1, 2) or sizes is None:
-        return []
-    buckets = sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1)
-    found = [Event("ipg_buckets", buckets * BF16, "buckets")]
-    if job.zero.offload_optimizer == "none":
-        found.append(Event("grads_in_partition", partition_gradients(job) * BF16, "gradients"))
-    return found
-
-
-def _with_buckets(backward: Items, buffers: list[Event], one_bucket: bool) -> Items:
-    """Buckets appear when the gradient reaches the engine's output, the bf16 logits (engine.py:2236-2243), and go in
-    backward's epilogue; the partition's buffer comes with the first reduction, at the end when one bucket takes all."""
-    buckets = [buffer for buffer in buffers if buffer.tag == "ipg_buckets"]
-    partition = [buffer for buffer in buffers if buffer.tag != "ipg_buckets"]
-    at = 0
-    for index, item in enumerate(backward):
-        if at and isinstance(item, Event) and item.size_bytes < 0:  # the fp32 gradient it was cast from has gone
-            at = index + 1
-            break
-        if isinstance(item, Event) and item.tag == LOGITS_GRADIENT:
-            at = index + 1
-    early, late = ([], partition) if one_bucket else (partition, [])
-    return [*backward[:at], *buckets, *early, *backward[at:], *late, *map(_end, buckets)]
-
-
-def _zero_grad(parts: list[Part]) -> Items:
-    """Gradients that stayed until the step go: zero_grad(set_to_none=True)."""
-    items: Items = []
-    for part in parts:
-        events = tuple(
-            Event(f"grad.{record.module}", -record.size_bytes, "gradients")
-            for record in part.records
-            if isinstance(record, Mark) and record.kind == "grad"
-        )
-        if events:
-            items += [Repeat(events, part.layers)] if part.layers else list(events)
-    return items
 
 
 def _accumulate(parts: list[Part]) -> Items:
@@ -282,35 +200,6 @@ def _added_in_place(part: Part) -> Part:
     return Part("accumulate", tuple(records), part.layers, part.reverse, part.engine)
 
 
-def _optimizer_step(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -> Items:
-    """Temporaries of the step: fp32 gradients of a group, then what the optimizer itself needs."""
-    items: Items = list(_allocate(appearing))
-    foreach = job.recipe.optim == "adamw_torch"
-    trained = job.trained_parameters
-    zero = job.recipe.zero
-    if zero is None:
-        if foreach:  # torch/optim/adamw.py _multi_tensor_adamw: exp_avg_sq_sqrt of all parameters at once
-            size_bytes = trained * job.trained_bytes
-            square_roots = _allocate([State("foreach", size_bytes, "optimizer_workspace", blocks=trained_tensors(job))])
-            items += [*square_roots, *map(_end, square_roots)]
-        return items
-    if zero.offload_optimizer == "cpu":
-        return items
-    share = math.ceil(trained / job.world_size)
-    assert sizes is not None
-    group = min(share, sizes.sub_group) if zero.stage == 3 else share
-    if zero.stage < 3:  # get_grad_norm_direct takes each gradient to float64 whole (stage_1_and_2.py:1859)
-        largest = largest_tensor(job)
-        items += _pair("grad_norm", min(largest, share) * 8, "optimizer_workspace")
-    flat = Event("flat_grads", group * BF16, "optimizer_workspace")
-    wide = Event("fp32_grads", group * FP32, "optimizer_workspace")
-    items += [flat, wide, flat._replace(size_bytes=-flat.size_bytes)]
-    if foreach:
-        items += _pair("foreach", group * FP32, "optimizer_workspace")
-    items.append(wide._replace(size_bytes=-wide.size_bytes))
-    return items
-
-
 def _save(job: Job) -> Items:
     """LLaMA-Factory's native save (transformers 5.5.4 trainer.py save_model). ZeRO-3: modules are gathered one by one,
     the 16-bit model piles up on rank 0's host (engine.py _zero3_consolidated_16bit_state_dict); with LoRA only the
@@ -318,12 +207,12 @@ def _save(job: Job) -> Items:
     model, frozen base included, is cloned on every rank's host (get_state_dict, clone_tensors_for_torch_save)."""
     whole = base_weight_bytes(job) + (0 if job.full else job.trained_parameters * BF16)
     if job.zero_stage in (1, 2):
-        return _pair("save_copy", whole, "save", "host_pageable")
+        return comes_and_goes("save_copy", whole, "save", "host_pageable")
     if job.zero_stage == 3 and not job.zero.gather_16bit_weights_on_save:
         return []  # ValueError inside save_model; the sharded DeepSpeed checkpoint is written instead
     if job.zero_stage == 3 and (job.full or not job.stack.at_least("transformers", "5.0")):
-        gathered = _pair("save_gather", job.model.embedding_parameters * BF16, "gathered")
-        return gathered + _pair("save_rank0", whole, "save_rank0", "host_pageable")
+        gathered = comes_and_goes("save_gather", job.model.embedding_parameters * BF16, "gathered")
+        return gathered + comes_and_goes("save_rank0", whole, "save_rank0", "host_pageable")
     if not job.full:
-        return _pair("adapter_copy", job.trained_parameters * job.trained_bytes, "save", "host_pageable")
-    return _pair("save_copy", job.model.parameters * BF16, "save", "host_pageable")
+        return comes_and_goes("adapter_copy", job.trained_parameters * job.trained_bytes, "save", "host_pageable")
+    return comes_and_goes("save_copy", job.model.parameters * BF16, "save", "host_pageable")

@@ -1,0 +1,133 @@
+"""From backward's gradients to the updated weights: buckets, what stays until the step, the step's temporaries."""
+
+from __future__ import annotations
+
+import math
+
+from dpofit.memory.head import LOGITS_GRADIENT
+from dpofit.memory.job import Job
+from dpofit.memory.parts import Part
+from dpofit.memory.pinned import pinned_block_bytes
+from dpofit.memory.program import Event, Repeat
+from dpofit.memory.spec import BF16, FP32
+from dpofit.memory.states import State, largest_tensor, partition_gradients, trained_tensors
+from dpofit.memory.tape import Mark
+from dpofit.memory.zero import ZeroSizes
+
+Items = list[Event | Repeat]
+
+
+def allocate(states: list[State]) -> list[Event]:
+    events: list[Event] = []
+    for state in states:
+        if state.space == "host_pinned" and state.size_bytes:
+            block = math.ceil(state.size_bytes / state.blocks)
+            rounded = pinned_block_bytes(block) * state.blocks
+            events.append(Event(state.tag, rounded, state.category, state.space))
+        elif state.size_bytes and state.space == "gpu" and state.blocks > 1:
+            block, rest = divmod(state.size_bytes, state.blocks)
+            sizes = [block + (number < rest) for number in range(state.blocks)]
+            events += [Event(f"{state.tag}.{number}", size, state.category) for number, size in enumerate(sizes)]
+        elif state.size_bytes:
+            events.append(Event(state.tag, state.size_bytes, state.category, state.space))
+    return events
+
+
+def comes_and_goes(tag: str, size_bytes: int, category: str, space: str = "gpu") -> Items:
+    """Something that comes and goes."""
+    if size_bytes <= 0:
+        return []
+    event = Event(tag, size_bytes, category, space)  # type: ignore[arg-type]
+    return [event, event._replace(size_bytes=-size_bytes)]
+
+
+def end(event: Event) -> Event:
+    return event._replace(size_bytes=-event.size_bytes)
+
+
+def forwarded_twice(job: Job) -> bool:
+    """Policy and reference are one ZeRO-3 engine: LoRA, whose reference is the policy with its adapters off."""
+    return job.zero_stage == 3 and job.has_reference and not job.reference_copy
+
+
+def kept_gathered(job: Job, sizes: ZeroSizes) -> list[Event]:
+    """What backward leaves gathered until engine.step releases everything: overlay._hooks says why."""
+    elements = job.model.embedding_parameters
+    if elements <= sizes.persistence_threshold:
+        return []
+    names = ["embed_tokens"]
+    if forwarded_twice(job) and not job.model.tied_embeddings:
+        names.append("lm_head")
+    stream = "policy.gather" if job.zero.overlap_comm else "compute"
+    return [Event(f"policy.gather.{name}", elements * BF16, "gathered", "gpu", stream) for name in names]
+
+
+def buckets_of_backward(job: Job, sizes: ZeroSizes | None) -> list[Event]:
+    """What ZeRO-1/2 allocate in each backward: reduce buckets, two when they overlap, whole however little is trained
+    (stage_1_and_2.py:2230-2253), and this rank's averaged gradients unless they go to the host (1447-1476)."""
+    if job.zero_stage not in (1, 2) or sizes is None:
+        return []
+    buckets = sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1)
+    found = [Event("ipg_buckets", buckets * BF16, "buckets")]
+    if job.zero.offload_optimizer == "none":
+        found.append(Event("grads_in_partition", partition_gradients(job) * BF16, "gradients"))
+    return found
+
+
+def with_buckets(backward: Items, buffers: list[Event], one_bucket: bool) -> Items:
+    """Buckets appear when the gradient reaches the engine's output, the bf16 logits (engine.py:2236-2243), and go in
+    backward's epilogue; the partition's buffer comes with the first reduction, at the end when one bucket takes all."""
+    buckets = [buffer for buffer in buffers if buffer.tag == "ipg_buckets"]
+    partition = [buffer for buffer in buffers if buffer.tag != "ipg_buckets"]
+    at = 0
+    for index, item in enumerate(backward):
+        if at and isinstance(item, Event) and item.size_bytes < 0:  # the fp32 gradient it was cast from has gone
+            at = index + 1
+            break
+        if isinstance(item, Event) and item.tag == LOGITS_GRADIENT:
+            at = index + 1
+    early, late = ([], partition) if one_bucket else (partition, [])
+    return [*backward[:at], *buckets, *early, *backward[at:], *late, *map(end, buckets)]
+
+
+def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -> Items:
+    """Temporaries of the step: fp32 gradients of a group, then what the optimizer itself needs."""
+    items: Items = list(allocate(appearing))
+    foreach = job.recipe.optim == "adamw_torch"
+    trained = job.trained_parameters
+    zero = job.recipe.zero
+    if zero is None:
+        if foreach:  # torch/optim/adamw.py _multi_tensor_adamw: exp_avg_sq_sqrt of all parameters at once
+            size_bytes = trained * job.trained_bytes
+            square_roots = allocate([State("foreach", size_bytes, "optimizer_workspace", blocks=trained_tensors(job))])
+            items += [*square_roots, *map(end, square_roots)]
+        return items
+    if zero.offload_optimizer == "cpu":
+        return items
+    share = math.ceil(trained / job.world_size)
+    assert sizes is not None
+    group = min(share, sizes.sub_group) if zero.stage == 3 else share
+    if zero.stage < 3:  # get_grad_norm_direct takes each gradient to float64 whole (stage_1_and_2.py:1859)
+        largest = largest_tensor(job)
+        items += comes_and_goes("grad_norm", min(largest, share) * 8, "optimizer_workspace")
+    flat = Event("flat_grads", group * BF16, "optimizer_workspace")
+    wide = Event("fp32_grads", group * FP32, "optimizer_workspace")
+    items += [flat, wide, flat._replace(size_bytes=-flat.size_bytes)]
+    if foreach:
+        items += comes_and_goes("foreach", group * FP32, "optimizer_workspace")
+    items.append(wide._replace(size_bytes=-wide.size_bytes))
+    return items
+
+
+def zero_grad(parts: list[Part]) -> Items:
+    """Gradients that stayed until the step go: zero_grad(set_to_none=True)."""
+    items: Items = []
+    for part in parts:
+        events = tuple(
+            Event(f"grad.{record.module}", -record.size_bytes, "gradients")
+            for record in part.records
+            if isinstance(record, Mark) and record.kind == "grad"
+        )
+        if events:
+            items += [Repeat(events, part.layers)] if part.layers else list(events)
+    return items
