@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from dpofit.cli.job_options import DEFAULT_RESPONSE, PlannedJob
 from dpofit.memory.job import Lengths
 from dpofit.memory.limits import Limit, longest_prompt
 from dpofit.memory.predict import Prediction, predict
+from dpofit.memory.scope import check_scope
 from dpofit.memory.speed import StepTime, step_time
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +47,34 @@ def short_names(planned: Sequence[PlannedJob]) -> list[str]:
 
 def limit_rows(planned: Sequence[PlannedJob]) -> list[LimitRow]:
     """Search each recipe's longest prompt, answers as in its job."""
-    rows = []
-    for plan in planned:
-        response = max(plan.job.lengths.chosen, plan.job.lengths.rejected)
-        rows.append(LimitRow(plan, longest_prompt(plan.job), response))
-    return rows
+    return _on_all_cores(_limit_row, planned)
 
 
 def comparison_rows(planned: Sequence[PlannedJob]) -> list[ComparisonRow]:
     """Predict each job, and search its longest prompt; answers of 1,024 tokens where the job names none."""
-    rows = []
+    return _on_all_cores(_comparison_row, planned)
+
+
+def _limit_row(plan: PlannedJob) -> LimitRow:
+    return LimitRow(plan, longest_prompt(plan.job), max(plan.job.lengths.chosen, plan.job.lengths.rejected))
+
+
+def _comparison_row(plan: PlannedJob) -> ComparisonRow:
+    job = plan.job
+    lengths = job.lengths
+    searched = plan
+    if not max(lengths.chosen, lengths.rejected):
+        answered = Lengths(lengths.prompt, DEFAULT_RESPONSE, DEFAULT_RESPONSE, lengths.padded)
+        searched = replace(plan, job=replace(job, lengths=answered))
+    return ComparisonRow(plan, predict(job, plan.mix), _limit_row(searched), step_time(job))
+
+
+def _on_all_cores(work: Callable[[PlannedJob], Row], planned: Sequence[PlannedJob]) -> list[Row]:
+    """`work` on each job, in order. Recipes have nothing to do with each other, and a whole family takes seconds."""
+    workers = min(os.cpu_count() or 1, len(planned))
+    if len(planned) < 3 or workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
+        return [work(plan) for plan in planned]
     for plan in planned:
-        job = plan.job
-        lengths = job.lengths
-        searched = plan
-        if not max(lengths.chosen, lengths.rejected):
-            answered = Lengths(lengths.prompt, DEFAULT_RESPONSE, DEFAULT_RESPONSE, lengths.padded)
-            searched = replace(plan, job=replace(job, lengths=answered))
-        [limit] = limit_rows([searched])
-        rows.append(ComparisonRow(plan, predict(job, plan.mix), limit, step_time(job)))
-    return rows
+        check_scope(plan.job.recipe, plan.job.model)  # bad input is found here, in one process
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(work, planned))
