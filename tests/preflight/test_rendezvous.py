@@ -64,11 +64,10 @@ def test_a_loop_over_gpus_meets_and_numbers_its_ranks() -> None:
 
 def test_two_nodes_with_one_number_are_found_at_once() -> None:
     address = f"127.0.0.1:{free_port()}"
-    variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
-    first = begin(["--rendezvous", address], **{**variables, "NODE_RANK": "0"})
-    others = [begin(["--rendezvous", address, "--timeout", "60"], **variables) for _ in range(2)]
-    found = [ids(answer) for answer in answers([first, *others])]
-    assert any("launch.duplicate-rank" in some for some in found)
+    variables = {"NNODES": "3", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
+    arguments = ["--rendezvous", address, "--timeout", "60"]
+    for answer in answers([begin(arguments, **variables, NODE_RANK=number) for number in ("0", "1", "1")]):
+        assert "launch.duplicate-rank" in ids(answer)
 
 
 def test_a_node_that_does_not_come_is_named() -> None:
