@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.launch.runs import until
+
 pytestmark = pytest.mark.stack
 PREFLIGHT = [sys.executable, "-c", "from dpofit.cli.app import main; main()", "preflight", "--json"]
 JOB_VARIABLES = (
@@ -92,10 +94,11 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[list[str], list[str], str]]:
     names = [f"dpo{tag}a", f"dpo{tag}b"]
     cable = [f"v{tag}a", f"v{tag}b"]
 
-    def ip(*words: str) -> None:
+    def ip(*words: str) -> str:
         done = subprocess.run(["ip", *words], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
 
     try:
         for name in names:
@@ -105,6 +108,8 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[list[str], list[str], str]]:
             ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", cable[number])
             ip("-n", name, "link", "set", cable[number], "up")
             ip("-n", name, "link", "set", "lo", "up")
+        for number, name in enumerate(names):
+            until(lambda n=name, c=cable[number]: "state UP" in ip("-n", n, "link", "show", c), "the cable", 10)
         inside = [
             ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={cable[n]}"] for n, name in enumerate(names)
         ]
