@@ -154,6 +154,11 @@ def test_copy_onto_a_file_is_refused(dpofit: Run, tmp_path: Path) -> None:
     assert (code, err) == (2, f"error: {tmp_path}/taken: DIR: is a file. Name a folder\n")
 
 
+def test_copy_into_a_folder_that_cannot_be_made_is_refused(dpofit: Run) -> None:
+    code, _, err = dpofit("copy", "lora-z3", "/dev/null/run")
+    assert code == 2 and "cannot be written" in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("command", [["show", "nope"], ["copy", "nope", "somewhere"]])
 def test_a_recipe_the_catalogue_has_not_is_exit_2_in_one_line(
     dpofit: Run, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -147,6 +147,60 @@ def test_bad_input_is_exit_code_2_without_a_traceback(dpofit, arguments, said):
     assert said in ran.err and "Traceback" not in ran.err
 
 
+HUGE = "9" * 400  # more than a float holds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", f"{HUGE}GiB"], "--gpu"),
+        (["--host-ram", f"{HUGE}GiB"], "--host-ram"),
+        (["--disk", f"{HUGE}GiB"], "--disk"),
+        (["--prompt", HUGE], "cutoff_len"),
+        ([f"cutoff_len={10**12}"], "cutoff_len"),
+        ([f"per_device_train_batch_size={10**9}"], "per_device_train_batch_size"),
+        ([f"lora_rank={10**9}", "finetuning_type=lora"], "lora_rank"),
+        ([f"lora_dropout={HUGE}"], "lora_dropout"),
+        ([f"deepspeed={{zero_optimization: {{stage: 2, reduce_bucket_size: {HUGE}}}}}"], "reduce_bucket_size"),
+        ([f"{'x' * 5000}=1"], "is not a key"),
+        ([f"model_name_or_path={'x' * 5000}"], "model_name_or_path"),
+        (["--plot", f"{'x' * 5000}.png"], "--plot"),
+        (["--timeline", "/no/such/folder/step.html"], "--timeline"),
+    ],
+)
+def test_absurd_values_are_bad_input_without_a_traceback(dpofit, mine, arguments, said):
+    ran = dpofit("predict", mine, *arguments)
+    assert ran.exit_code == 2
+    assert said in ran.err and "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("command", ["show", "check", "predict", "limits", "compare", "advise"])
+def test_a_name_no_file_system_takes_is_bad_input(dpofit, command):
+    assert dpofit(command, "x" * 5000).exit_code == 2
+
+
+def test_an_enormous_job_is_out_of_memory_like_any_other(dpofit, mine):
+    ran = dpofit("predict", mine, "flash_attn=disabled", "--prompt", 9_000_000, "per_device_train_batch_size=1000")
+    assert ran.exit_code == 1 and "oom" in ran.out
+
+
+def test_rows_of_two_tokens_are_padded_to_eight(dpofit, mine):
+    ran = dpofit("predict", mine, "--prompt", 1, "--response", 1, "--json")
+    assert ran.json["job"]["tokens_per_row"] == 8
+
+
+def test_answers_longer_than_the_model_leave_no_prompt(dpofit, mine):
+    ran = dpofit("limits", mine, "--response", 2_000_000)
+    assert ran.exit_code == 1 and "nothing" in ran.out
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt": 1e999, "chosen": 1, "rejected": 1}'], ids=["deep", "inf"])
+def test_a_line_that_is_no_pair_is_named(dpofit, mine, tmp_path, line):
+    (tmp_path / "lengths.jsonl").write_text(line, encoding="utf-8")
+    ran = dpofit("predict", mine, "--lengths", tmp_path / "lengths.jsonl")
+    assert ran.exit_code == 2 and "lengths.jsonl:1" in ran.err
+
+
 def test_limits_of_a_family_follow_the_contract(dpofit):
     ran = dpofit("limits", "qwen2.5-7b-dpo", "--json")
     jsonschema.validate(ran.json, LIMITS)

@@ -105,13 +105,28 @@ def test_every_wrong_key_is_named_at_once(tmp_path) -> None:
     ]
 
 
+def test_numbers_no_model_has_are_refused(tmp_path) -> None:
+    with pytest.raises(BadInput) as refusal:
+        read(tmp_path, intermediate_size=10**30, num_hidden_layers=10**6)
+    assert [(p.key, p.wrong) for p in refusal.value.problems] == [
+        ("intermediate_size", "is more than 1,000,000,000"),
+        ("num_hidden_layers", "is more than 1,000"),
+    ]
+
+
 def test_kv_heads_must_divide_the_heads(tmp_path) -> None:
     with pytest.raises(BadInput, match="3 does not divide 4 attention heads"):
         read(tmp_path, num_key_value_heads=3)
 
 
 @pytest.mark.parametrize(
-    ("content", "wrong"), [("{", "is not JSON"), ("[1]", "is not a JSON object"), ("\udcff", "is not JSON")]
+    ("content", "wrong"),
+    [
+        ("{", "is not JSON"),
+        pytest.param("[" * 100_000, "is not JSON", id="deep"),
+        ("[1]", "is not a JSON object"),
+        ("\udcff", "is not JSON"),
+    ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path, content: str, wrong: str) -> None:
     path = tmp_path / "config.json"

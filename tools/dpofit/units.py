@@ -18,7 +18,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].lower() not in _FACTOR:
         raise ValueError(f"{text!r} is not a size; write a number and a unit, such as 64GiB, 80GB or 10TB")
-    return round(float(match[1]) * _FACTOR[match[2].lower()])
+    size = float(match[1]) * _FACTOR[match[2].lower()]
+    if size > 2**80:  # float("9" * 400) is infinite
+        raise ValueError(f"{text[:20]!r}… is more than there is anywhere; check the number")
+    return round(size)
 
 
 def gib(n_bytes: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -33,9 +34,13 @@ def command(
     file = catalogue_recipe(recipe)
     files = run_folder_files(file, folder.absolute())
     _refuse_overwriting(folder, files, force)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        wrong = f"cannot be written ({error.strerror})"
+        raise BadInput(Problem(str(folder), "DIR", wrong, "Name a folder that can be")) from None
     environment = read_yaml(folder / "dpofit.yaml")["env"]
     settings = read_yaml(folder / "recipe.yaml")
     if as_json:
@@ -65,9 +70,9 @@ def command(
 
 
 def _refuse_overwriting(folder: Path, files: dict[str, str], force: bool) -> None:
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise BadInput(Problem(str(folder), "DIR", "is a file", "Name a folder"))
-    existing = [folder / name for name in files if (folder / name).exists()]
+    existing = [folder / name for name in files if os.path.exists(folder / name)]
     if existing and not force:
         right = "Name another folder, or add --force to replace it"
         raise BadInput([Problem(str(path), None, "exists already", right) for path in existing])

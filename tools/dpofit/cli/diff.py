@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -46,7 +46,7 @@ def _two_sides(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Two recipes, each with the overrides that follow it."""
     sides: list[tuple[str, list[str]]] = []
     for argument in arguments:
-        if "=" in argument and sides and not Path(argument).exists():
+        if "=" in argument and sides and not os.path.exists(argument):
             sides[-1][1].append(argument)
         else:
             sides.append((argument, []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from dpofit.recipe.load import LoadedRecipe, load_recipe
 from dpofit.recipe.notes import Note
 
 DEFAULT_GPU, DEFAULT_NODES = "a100-80g", 1
+LONGEST_ROW = 100_000_000  # tokens; more is a slip of the keyboard
 DEFAULT_RESPONSE = 1024  # the field notes' rule: answers up to 1k
 
 GpuOption = Annotated[str | None, typer.Option("--gpu", help="A known card, an exact size such as 64GiB, or auto.")]
@@ -71,7 +73,7 @@ class PlannedJob:
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Recipes and KEY=VALUE overrides, told apart: an argument with `=` that is no file is an override."""
-    overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
+    overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
     return [text for text in arguments if text not in overrides], overrides
 
 
@@ -90,7 +92,7 @@ def plan_job(reference: str, overrides: Sequence[str], flags: JobFlags) -> Plann
     stack = attempt(parse_stack, flags.stack)
     written = written_for(loaded.recipe.source) if loaded else None
     cluster_notes = attempt(_cluster, flags, written)
-    lengths = attempt(_lengths, flags, loaded)
+    lengths = attempt(_sane_lengths, flags, loaded)
     model = attempt(find_model, loaded.recipe.model, loaded.recipe.source.parent) if loaded else None
     if problems or loaded is None or model is None or cluster_notes is None or lengths is None:
         raise BadInput(problems)
@@ -122,6 +124,17 @@ def _cluster(flags: JobFlags, written: WrittenFor | None) -> tuple[Cluster, list
         text = f"Assumed where not given: {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}."
         notes.append(Note("cluster-assumed", text))
     return cluster, notes
+
+
+def _sane_lengths(
+    flags: JobFlags, loaded: LoadedRecipe | None
+) -> tuple[Lengths, tuple[Lengths, ...] | None, list[Note]]:
+    found = _lengths(flags, loaded)
+    tokens = found[0].row_tokens
+    if tokens > LONGEST_ROW:
+        wrong = f"{tokens:,} is more than any model takes"
+        raise BadInput(Problem("command line", "tokens of the longest row", wrong, "Check cutoff_len and the lengths"))
+    return found
 
 
 def _lengths(flags: JobFlags, loaded: LoadedRecipe | None) -> tuple[Lengths, tuple[Lengths, ...] | None, list[Note]]:
@@ -202,4 +215,4 @@ def _members(reference: str) -> list[str]:
     """The newest recipes of a family, or the reference itself."""
     files = newest(recipe_files())
     members = [file.full_name for file in files if file.family == reference]
-    return members if members and not Path(reference).exists() else [reference]
+    return members if members and not os.path.exists(reference) else [reference]

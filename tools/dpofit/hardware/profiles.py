@@ -22,7 +22,7 @@ _A100_CONTEXT = round(0.92 * GIB)
 _AD102_CONTEXT = round(0.47 * GIB)
 _T4_CONTEXT = round(0.14 * GIB)  # a bare context read on a T4
 
-_MEASURED = "context 0.92 GiB: measured (all torch kernels loaded; 0.47 with one)"
+_MEASURED = "context 0.92 GiB: measured (all torch kernels loaded, 0.47 with one)"
 _AS_A100 = "context 0.92 GiB: assumed as on A100"
 _AS_24GB = "context 0.47 GiB: assumed as on a 23.65 GiB card (LlamaFactory#1936)"
 

@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
 
 _UNIT_BITS = 9  # kMinBlockSize = 512
-_ADDRESS_BITS = 48
+_ADDRESS_BITS = 128  # far past any card: a mistyped length asks for sizes no GPU has, and must still be counted
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 _SMALL = 1 << 20 >> _UNIT_BITS  # kSmallSize: larger requests go to the large pool
 _SMALL_BUFFER = 2 << 20 >> _UNIT_BITS  # kSmallBuffer: segment, or expandable page, of the small pool
@@ -240,7 +240,7 @@ class CachingAllocator:
                 return start
         # Address space for 1 1/8 of the card's memory, so that pages can move to the end under pressure.
         # Never less than what is asked for: a card with no room at all is out of memory like any other.
-        space = _UNBOUNDED_SPACE if self._capacity is None else max(self._capacity + self._capacity // 8, size)
+        space = max(_UNBOUNDED_SPACE if self._capacity is None else self._capacity + self._capacity // 8, size)
         space = -(-space // _LARGE_BUFFER) * _LARGE_BUFFER
         start = self._next_address
         self._next_address += space + _LARGE_BUFFER  # a gap, and page alignment

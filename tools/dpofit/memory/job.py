@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from dpofit.hardware.cluster import Cluster
@@ -26,7 +25,7 @@ class Lengths:
     @property
     def row_tokens(self) -> int:
         """Longest row, padded to a multiple of 8 (llamafactory 0.9.5 train/*/workflow.py pad_to_multiple_of=8)."""
-        return math.ceil((self.prompt + max(self.chosen, self.rejected)) / 8) * 8
+        return -(-max(self.prompt + max(self.chosen, self.rejected), 1) // 8) * 8  # rows are never empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def _pair(line: str) -> PairCount | None:
     try:
         raw = json.loads(line)
         values = [raw["prompt"], raw["chosen"], raw["rejected"], raw.get("count", 1)]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if not all(type(value) is int and value >= 0 for value in values) or values[3] < 1:
         return None

@@ -32,7 +32,8 @@ def longest_prompt(job: Job) -> Limit:
     """Search prompts in steps of 8 with the job's answers kept; the mix of shorter batches scales with the prompt."""
     check_scope(job.recipe, job.model)
     plan = plan_steps(job)
-    longest = (job.model.max_positions - max(job.lengths.chosen, job.lengths.rejected)) // STEP_TOKENS
+    answer = max(job.lengths.chosen, job.lengths.rejected)
+    longest = max((job.model.max_positions - answer) // STEP_TOKENS, 0)  # an answer may leave no position
     allocated = allocated_by_steps(job, plan)
     fitting, binding, prediction = _longest_fitting(job, plan, allocated, longest)
     lucky = _longest_not_oom(job, allocated, fitting, longest) if binding == "gpu" else fitting

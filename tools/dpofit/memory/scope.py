@@ -8,6 +8,7 @@ from dpofit.recipe.recipe import Recipe
 
 STAGES = ("dpo", "sft")
 FINETUNING = ("full", "lora")
+LARGEST = 100_000  # batch or rank; more is a slip of the keyboard
 OPTIMIZERS = (
     "adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
     "paged_adamw",
@@ -39,6 +40,12 @@ def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
             recipe.quantization_bit not in (None, 4) or (
                 recipe.quantization_bit == 4 and recipe.quantization_method != "bnb"),
             f"{recipe.quantization_bit} bits by {recipe.quantization_method}", "Modelled: 4 bits by bnb"),
+        "per_device_train_batch_size": (
+            recipe.micro_batch > LARGEST, f"a batch of {recipe.micro_batch:,}", f"Modelled: up to {LARGEST:,}"),
+        "per_device_eval_batch_size": (
+            recipe.eval_micro_batch > LARGEST, f"a batch of {recipe.eval_micro_batch:,}",
+            f"Modelled: up to {LARGEST:,}"),
+        "lora_rank": (recipe.lora_rank > LARGEST, f"rank {recipe.lora_rank:,}", f"Modelled: up to {LARGEST:,}"),
         "use_dora": (recipe.use_dora, "DoRA", "Modelled: plain LoRA and rsLoRA"),
         "pissa_init": (recipe.pissa_init, "PiSSA", "Modelled: plain LoRA and rsLoRA"),
         "additional_target": (bool(recipe.additional_target), "training whole modules beside LoRA", "Leave it out"),

@@ -11,6 +11,8 @@ from dpofit.errors import BadInput, Problem
 from dpofit.models.shape import Linear, ModelShape
 
 SUPPORTED = "dense decoders of model_type llama, mistral, qwen (1), qwen2 (also Qwen1.5 and Qwen2.5) or qwen3"
+# Above these a number is a slip of the keyboard, or not a config of a model at all.
+_LARGEST, _MOST_LAYERS = 1_000_000_000, 1_000
 _REMEDY = "Give the config.json the model was published with"
 _TYPES = ("llama", "mistral", "qwen", "qwen2", "qwen3")
 
@@ -42,7 +44,7 @@ def read_config(path: Path) -> ModelShape:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(Problem(str(path), None, f"cannot be read ({error.strerror})", "")) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(Problem(str(path), None, f"is not JSON ({error})", _REMEDY)) from None
     if not isinstance(config, dict):
         raise BadInput(Problem(str(path), None, "is not a JSON object", _REMEDY))
@@ -132,9 +134,12 @@ class _Reader:
         value = self._config.get(key)
         if value is None:
             value = default
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        most = _MOST_LAYERS if key == "num_hidden_layers" else _LARGEST
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
             return value
         wrong = "is missing" if value is None else f"{value!r} is not a positive whole number"
+        if isinstance(value, int) and value > most:
+            wrong = f"is more than {most:,}"
         self._problems.append(Problem(self._where, key, wrong, _REMEDY))
         return 1
 

@@ -6,6 +6,7 @@ cards are parsed and validated (cards.py) only by those who show them.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def catalogue_recipe(name: str) -> CatalogueFile:
     path = find_recipe(name) or Path(name)
     if file := catalogue_file(path):
         return file
-    if path.is_file():
+    if os.path.isfile(path):
         right = "This command takes recipes of the catalogue; dpofit list shows them"
         raise BadInput(Problem(name, None, "is a file of your own", right))
     import difflib

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ def find_deepspeed(settings: Settings) -> tuple[DeepSpeedConfig | None, list[Iss
         (catalogue_root() / written, "catalogue"),
     ]
     for path, found_in in places if not written.is_absolute() else places[:1]:
-        if path.is_file():
+        if os.path.isfile(path):
             try:
                 text = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,7 @@ def extra_keys_allowed(process: Mapping[str, str]) -> bool:
 
 
 def _run_file_environment(path: Path) -> tuple[dict[str, str], list[Issue]]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         return {}, []
     document = read_document(path)
     asked = document.values.get("env") or {}

@@ -8,7 +8,7 @@ text "false", for one, counts as true.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -131,11 +131,15 @@ def wrong_choice(key: KnownKey, value: Any) -> tuple[str, str] | None:
     return f"is {value!r}", f"{meant}Choose one of {', '.join(key.choices)}."
 
 
+_LARGEST_FLOAT = sys.float_info.max
+
+
 def out_of_range(key: KnownKey, value: Any) -> tuple[str, str] | None:
     """(what is wrong, what would be right) with a number no run can use, or None."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    if math.isnan(value) or (math.isinf(value) and key.name not in _MAY_BE_INFINITE):
+    infinite = abs(value) > _LARGEST_FLOAT  # math.isinf refuses integers no float holds
+    if value != value or (infinite and key.name not in _MAY_BE_INFINITE):
         return f"is {value}", "Give a finite number."
     if key.name in _AT_LEAST_ONE and value < 1:
         return f"is {value}", "Give 1 or more."

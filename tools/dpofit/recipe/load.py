@@ -99,16 +99,16 @@ def read_recipe(
 def resolve_reference(reference: str) -> Path:
     """The file a RECIPE argument means. BadInput names the nearest catalogue entries."""
     path = Path(reference).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, false for names no file system takes and folders one may not read
         return path
-    if path.is_dir() and (path / "recipe.yaml").is_file():
+    if os.path.isfile(path / "recipe.yaml"):
         return path / "recipe.yaml"
     if (found := find_recipe(reference)) is not None:
         return found
     files = newest(recipe_files())
     names = list(dict.fromkeys([file.name for file in files] + [f"{file.family}/{file.name}" for file in files]))
     close = nearest(reference, names)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise BadInput(
             Problem(
                 reference,

@@ -60,7 +60,7 @@ def disk_advice(run: Run) -> Iterator[Issue]:
     s = run.settings
     for key in ("model_name_or_path", "adapter_name_or_path", "ref_model", "ref_model_adapters", "media_dir"):
         for name in s.names(key):
-            if re.match(r"[/~]|\.\.?/", name) and not Path(name).expanduser().exists():
+            if re.match(r"[/~]|\.\.?/", name) and not os.path.exists(os.path.expanduser(name)):
                 right = "Correct it, unless the run happens on another machine."
                 yield s.issue("config.files-missing", key, f"names {name}, which is not here", right)
     yield from _datasets(run)
@@ -70,7 +70,7 @@ def _output_folder(run: Run) -> Iterator[Issue]:
     """hparams/parser.py 476-505: what LLaMA-Factory does about a folder that is not empty."""
     s = run.settings
     folder = Path(str(s["output_dir"] or "trainer_output")).expanduser()
-    if not folder.is_dir() or not s.on("do_train"):
+    if not os.path.isdir(folder) or not s.on("do_train"):
         return
     names = os.listdir(folder)
     steps = [int(name[11:]) for name in names if re.fullmatch(r"checkpoint-\d+", name) and (folder / name).is_dir()]

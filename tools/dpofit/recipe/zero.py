@@ -198,9 +198,9 @@ def _number(zero: Mapping[str, Any], name: str, reading: _Reading, default: Any 
         return "auto"
     try:
         number = float(value) if not isinstance(value, bool) else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = None
-    if number is None or number != number // 1 or number < 0:
+    if number is None or number != number // 1 or not 0 <= number < 2**63:
         reading.bad(
             "config.deepspeed-value", f"zero_optimization.{name}", f"is {value!r}", "Give a whole number, 0 or more."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def plot_phases(prediction: Prediction, path: Path, force: bool) -> None:
     axes.set_title(f"{job.recipe.name}: {tokens}, {job.world_size} GPUs, {prediction.verdict}", fontsize=10)
     plt.setp(axes.get_xticklabels(), rotation=20, ha="right")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
     plt.close(figure)
 
 
@@ -83,8 +84,16 @@ def plot_lengths(rows: Sequence[ComparisonRow], path: Path, force: bool) -> None
     axes.set_ylim(0, 1.35 * max(row.prediction.gpu.capacity_bytes for row in rows) / GIB)
     axes.set_title("Memory against prompt length; dots: longest prompt that fits", fontsize=10)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
     plt.close(figure)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        wrong = f"cannot be written ({error.strerror})"
+        raise BadInput(Problem(str(path), "--plot", wrong, "Name another file")) from None
 
 
 def _curve(row: ComparisonRow, last: int, points: int = 9) -> tuple[list[int], list[float]]:
@@ -112,9 +121,9 @@ def _pyplot(path: Path, force: bool) -> Any:
     if path.suffix.lower() not in SUFFIXES:
         problems.append(Problem(str(path), "--plot", f"{path.suffix or 'no suffix'} is not a picture we write",
                                 f"Name a file ending in {' or '.join(SUFFIXES)}"))  # fmt: skip
-    if path.exists() and not force:
+    if os.path.exists(path) and not force:
         problems.append(Problem(str(path), "--plot", "exists already", "Name another file, or add --force"))
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         problems.append(Problem(str(path), "--plot", f"{path.parent} is no folder", "Make it first"))
     if problems:
         raise BadInput(problems)

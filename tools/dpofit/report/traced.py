@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from dpofit.errors import BadInput, Problem
@@ -13,9 +14,11 @@ COMPARED = ("forward", "reference_forward", "loss", "backward", "accumulate", "o
 
 def trace_and_draw(job: Job, timeline: Path | None, force: bool) -> Traced:
     """Trace `job`; write `timeline` when given. BadInput without the stack, or when the file exists already."""
-    if timeline is not None and timeline.exists() and not force:
+    if timeline is not None and os.path.exists(timeline) and not force:
         right = "Name another file, or add --force"
         raise BadInput(Problem(str(timeline), "--timeline", "exists already", right))
+    if timeline is not None and not os.path.isdir(timeline.parent):  # before a minute of tracing
+        raise BadInput(Problem(str(timeline), "--timeline", f"{timeline.parent} is no folder", "Make it first"))
     try:
         from dpofit.trace.job import substitutions_of, trace_job, trace_peaks
 
@@ -27,7 +30,12 @@ def trace_and_draw(job: Job, timeline: Path | None, force: bool) -> Traced:
     if timeline is not None:
         from dpofit.trace.timeline import draw_timeline
 
-        draw_timeline(trace_job(job), timeline, job.recipe.name)
+        traced = trace_job(job)
+        try:
+            draw_timeline(traced, timeline, job.recipe.name)
+        except OSError as error:
+            wrong = f"cannot be written ({error.strerror})"
+            raise BadInput(Problem(str(timeline), "--timeline", wrong, "Name another file")) from None
     peaks = trace_peaks(job)
     last = max(step for _, step in peaks)
     return Traced({name: peaks[name, last] for name in COMPARED if (name, last) in peaks}, substitutions)
