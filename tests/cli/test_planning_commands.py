@@ -156,6 +156,8 @@ HUGE = "9" * 400  # more than a float holds
         (["--gpu", f"{HUGE}GiB"], "--gpu"),
         (["--host-ram", f"{HUGE}GiB"], "--host-ram"),
         (["--disk", f"{HUGE}GiB"], "--disk"),
+        (["--gpus-per-node", 10**9], "--gpus-per-node"),
+        (["--nodes", HUGE], "--nodes"),
         (["--prompt", HUGE], "cutoff_len"),
         ([f"cutoff_len={10**12}"], "cutoff_len"),
         ([f"per_device_train_batch_size={10**9}"], "per_device_train_batch_size"),

@@ -8,6 +8,7 @@ from dpofit.hardware.gpus import find_gpu
 from dpofit.units import parse_bytes
 
 _WHERE = "command line"
+MOST_NODES, MOST_GPUS_PER_NODE = 100_000, 1_000  # beyond every cluster; ranks are walked one by one
 
 
 def cluster_from(
@@ -34,9 +35,11 @@ def cluster_from(
             card = find_gpu(gpu)
     except BadInput as error:
         problems += error.problems
-    for flag, count in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+    for flag, count, most in (("--nodes", nodes, MOST_NODES), ("--gpus-per-node", gpus_per_node, MOST_GPUS_PER_NODE)):
         if count is not None and count < 1:
             problems.append(Problem(_WHERE, flag, f"{count} is not a number of things", "Give 1 or more"))
+        elif count is not None and count > most:
+            problems.append(Problem(_WHERE, flag, f"{count:,} is more than there are", f"Give {most:,} or fewer"))
     host_ram_bytes = _ram_bytes(host_ram, problems)
     disk_bytes = _size("--disk", disk, problems)
     if problems or card is None:
