@@ -30,7 +30,9 @@ from dpofit.trace.storages import Recorder
 
 runs = []
 for values in json.loads(Path(sys.argv[1]).read_text()):
-    request = TraceRequest(**{**values, "lora_target": tuple(values["lora_target"])})
+    for name in ("lora_target", "transformers"):
+        values[name] = tuple(values[name])
+    request = TraceRequest(**values)
     trainer, optimizer = make_trainer(request, *build_models(request, None))
     steps = []
     logs = {"policy": [], "reference": []}

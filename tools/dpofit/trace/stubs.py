@@ -7,8 +7,9 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 
 class _Kernel:
@@ -48,14 +49,15 @@ class _Anything(types.ModuleType):
 
 @contextmanager
 def importable_triton() -> Iterator[None]:
-    """Inside, `import triton` works, so that Liger's own host code can be imported where Triton isn't installed.
+    """Inside, `import triton` works and its kernels launch nothing, so that Liger's own host code runs without a GPU.
 
     Only inside: torch's inductor asks whether Triton is there, and must go on hearing no.
     """
     import torch._inductor.runtime.hints  # noqa: F401  asks once, before the stand-in is there
 
     if importlib.util.find_spec("triton") is not None:
-        yield
+        with _launching_nothing():
+            yield
         return
     before = set(sys.modules)
     _install_triton()
@@ -65,6 +67,18 @@ def importable_triton() -> Iterator[None]:
         for name in set(sys.modules) - before:
             if name.partition(".")[0] == "triton":
                 del sys.modules[name]
+
+
+@contextmanager
+def _launching_nothing() -> Iterator[None]:
+    """The installed Triton, whose kernels need a driver: a launch returns at once."""
+    from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.jit import JITFunction
+
+    with ExitStack() as stack:
+        for launcher in (JITFunction, Autotuner, Heuristics):
+            stack.enter_context(mock.patch.object(launcher, "run", lambda *args, **kwargs: None))
+        yield
 
 
 def _install_triton() -> None:
