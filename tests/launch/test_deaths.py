@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -83,9 +84,10 @@ def test_an_exception_in_a_rank_is_told_in_one_line(tiny_model: Path, tmp_path: 
     (folder / "data" / "pairs.json").write_text('[{"question": "no such column"}]')
     with nothing_left(folder):
         done = dpofit("launch", recipe, cwd=folder)
-    said = [line for line in done.stdout.splitlines() if line.startswith("dpofit: rank 0 failed")]
+    # Both ranks raise; the one that torchrun saw first is named.
+    said = [line for line in done.stdout.splitlines() if re.match(r"dpofit: rank [01] failed", line)]
     assert done.returncode == 1
-    assert len(said) == 1
+    assert len(said) == 1, done.stdout[-3000:]
     assert "last phase: dataset" in said[0]
     assert "KeyError" in said[0] or "instruction" in said[0]
 
