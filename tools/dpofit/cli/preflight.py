@@ -27,6 +27,9 @@ def command(
     rendezvous: Annotated[
         str | None, typer.Option("--rendezvous", metavar="HOST:PORT", help="Meet all nodes there, over gloo.")
     ] = None,
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth", help="Measure all-reduce with nccl-tests' all_reduce_perf: uses the GPUs.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the other nodes.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.preflight/1.")] = False,
 ) -> None:
@@ -36,7 +39,8 @@ def command(
     --include and hostfile), llamafactory-cli, nohup, srun and assignments in front. With --rendezvous run the same on
     every node (NNODES, NODE_RANK, or Slurm's and Kubeflow's names), or in every process of a loop over GPUs (RANK,
     WORLD_SIZE, CUDA_VISIBLE_DEVICES): it prints rank → host → local rank → GPU, and finds ranks that share a GPU and
-    hosts that NCCL can't tell apart. No CUDA context is made. docs/preflight.md lists the findings.
+    hosts that NCCL can't tell apart. No CUDA context is made unless --bandwidth asks for a measurement.
+    docs/preflight.md lists the findings.
 
     Exit code 1 when a finding is an error.
 
@@ -44,13 +48,16 @@ def command(
     Examples:
       dpofit preflight runs/first/recipe.yaml
       dpofit preflight --start "CUDA_VISIBLE_DEVICES=0,2 deepspeed --num_gpus 2 train.py"
+      dpofit preflight --bandwidth
       NNODES=4 NODE_RANK=1 MASTER_ADDR=10.0.0.1 dpofit preflight runs/first --rendezvous 10.0.0.1:29400
     """
     from dpofit.findings import exit_code, findings_json
+    from dpofit.launch.bandwidth import measure_all_reduce
     from dpofit.launch.inventory import visible_cards
     from dpofit.launch.machine import read_machine
     from dpofit.launch.preflight import local_findings
     from dpofit.launch.preflight.compare import compare, rank_table
+    from dpofit.launch.preflight.links import bandwidth_findings
     from dpofit.launch.prepare import read
     from dpofit.launch.rendezvous import meet, participant
     from dpofit.launch.starts import read_start, start_of_environment
@@ -63,6 +70,9 @@ def command(
         how.environment, how.processes or len(visible_cards(machine.inventory, how.environment).cards)
     )
     findings = list(local_findings(found, topology if start is None else None, start=how, machine=machine))
+    if bandwidth:
+        gpus = len(visible_cards(machine.inventory, how.environment).cards)
+        findings += bandwidth_findings(machine, measure_all_reduce(gpus, how.environment))
     everybody: Sequence[Participant] = ()
     if rendezvous is not None:
         me, count = participant(machine, how.environment, topology, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,16 @@ class Card:
     total_bytes: int
     used_bytes: int
     users: tuple[tuple[int, int], ...] = ()
+    nvlinks: int | None = None  # links that are up; None where the card has none or NVML does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How two cards reach each other, in nvidia-smi topo's words: NV, PIX, PXB, PHB, NODE, SYS (best first)."""
+
+    first: int  # Card.index
+    second: int
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,7 @@ class Inventory:
     driver: str = ""
     cuda_driver: tuple[int, int] | None = None  # newest CUDA the driver supports
     error: str = ""
+    links: tuple[Link, ...] = ()  # of every pair that NVML knows the way of
 
 
 def read_inventory() -> Inventory:
@@ -43,7 +55,8 @@ def read_inventory() -> Inventory:
     try:
         cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
         cards = tuple(_card(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
-        return Inventory(cards, _text(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        return Inventory(cards, driver, (cuda // 1000, cuda % 1000 // 10), links=_links(pynvml, len(cards)))
     except pynvml.NVMLError as error:
         return Inventory(error=f"NVML failed ({error})")
     finally:
@@ -97,7 +110,40 @@ def _card(pynvml, index: int) -> Card:
         users = ()
     bus_id = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)
     uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
-    return Card(index, uuid, bus_id, name, memory.total - memory.reserved, memory.used, users)
+    usable = memory.total - memory.reserved
+    return Card(index, uuid, bus_id, name, usable, memory.used, users, _nvlinks(pynvml, handle))
+
+
+def _nvlinks(pynvml, handle) -> int | None:
+    states = []
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            states.append(pynvml.nvmlDeviceGetNvLinkState(handle, link))
+        except pynvml.NVMLError:  # no such link on this card, or no NVLink at all
+            break
+    return sum(map(bool, states)) if states else None
+
+
+def _links(pynvml, count: int) -> tuple[Link, ...]:
+    paths = {
+        pynvml.NVML_TOPOLOGY_INTERNAL: "PIX",  # two GPUs of one board
+        pynvml.NVML_TOPOLOGY_SINGLE: "PIX",
+        pynvml.NVML_TOPOLOGY_MULTIPLE: "PXB",
+        pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "PHB",
+        pynvml.NVML_TOPOLOGY_NODE: "NODE",
+        pynvml.NVML_TOPOLOGY_SYSTEM: "SYS",
+    }
+    found = []
+    for first, second in itertools.combinations(range(count), 2):
+        a, b = (pynvml.nvmlDeviceGetHandleByIndex(index) for index in (first, second))
+        try:
+            by_nvlink = pynvml.nvmlDeviceGetP2PStatus(a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            nvlink = by_nvlink == pynvml.NVML_P2P_STATUS_OK
+            path = "NV" if nvlink else paths[pynvml.nvmlDeviceGetTopologyCommonAncestor(a, b)]
+        except (pynvml.NVMLError, KeyError):  # hidden in some virtual machines
+            continue
+        found.append(Link(first, second, path))
+    return tuple(found)
 
 
 def _text(value: str | bytes) -> str:

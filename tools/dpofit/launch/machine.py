@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dpofit.launch.inventory import Card, Inventory, read_inventory
+from dpofit.launch.inventory import Card, Inventory, Link, read_inventory
 
 # What decides where ranks and connections go; the rest of the environment is nobody's business.
 _TOLD = re.compile(
@@ -100,6 +100,7 @@ def machine_from_json(document: Mapping[str, Any]) -> Machine:
         Card(**{**card, "users": tuple(tuple(user) for user in card.get("users", ()))})
         for card in inventory.pop("cards")
     )
+    links = tuple(Link(**link) for link in inventory.pop("links", ()))
     cuda = inventory.pop("cuda_driver", None)
     interfaces = tuple(
         Interface(entry["name"], tuple(entry["addresses"]), entry.get("mac", "")) for entry in raw.pop("interfaces", ())
@@ -107,7 +108,7 @@ def machine_from_json(document: Mapping[str, Any]) -> Machine:
     for name in ("infiniband", "compilers"):
         raw[name] = tuple(raw.get(name, ()))
     return Machine(
-        inventory=Inventory(cards=cards, cuda_driver=tuple(cuda) if cuda else None, **inventory),
+        inventory=Inventory(cards=cards, cuda_driver=tuple(cuda) if cuda else None, links=links, **inventory),
         interfaces=interfaces, **raw,
     )  # fmt: skip
 

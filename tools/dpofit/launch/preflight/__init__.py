@@ -9,6 +9,7 @@ from dpofit.findings import Finding
 from dpofit.launch.machine import Machine, read_machine
 from dpofit.launch.preflight.devices import device_findings
 from dpofit.launch.preflight.host import host_findings
+from dpofit.launch.preflight.links import link_findings
 from dpofit.launch.preflight.network import network_findings
 from dpofit.launch.preflight.paths import path_findings
 from dpofit.launch.starts import Start, start_of_environment
@@ -33,6 +34,7 @@ def local_findings(
     start = start or start_of_environment(os.environ)
     findings = [
         *(device_findings(machine, start, found) if gpus else ()),
+        *(link_findings(machine, start) if gpus else ()),
         *network_findings(machine, start, topology),
         *host_findings(machine, start, found),
     ]
