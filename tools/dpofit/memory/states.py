@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dpofit.memory.job import Job
 from dpofit.memory.program import Space
 from dpofit.memory.spec import BF16, FP32
+from dpofit.memory.tensors import largest_tensor, parameter_tensors, trained_tensors
 from dpofit.memory.zero import ZeroSizes
 
 # bitsandbytes functional.py quantize_4bit: one fp32 absmax per 64 weights; double quantization stores it in 8 bits
@@ -142,43 +143,3 @@ def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
     if zero.stage == 3 and zero.contiguous_gradients:
         states.append(State("reduce_bucket", sizes.reduce_bucket * BF16, "buckets"))
     return states
-
-
-def parameter_tensors(job: Job) -> int:
-    """How many parameter tensors the model has."""
-    linears = sum(2 if linear.bias else 1 for linear in job.model.linears)
-    norms = 4 if job.model.qk_norm else 2
-    return job.model.layers * (linears + norms) + (2 if job.model.tied_embeddings else 3)
-
-
-def trained_tensors(job: Job) -> int:
-    """How many tensors are trained: the optimizer's states and temporaries come tensor by tensor."""
-    return parameter_tensors(job) if job.full else 2 * job.model.layers * len(job.lora_targets)
-
-
-def largest_tensor(job: Job) -> int:
-    """Elements of the largest trained tensor."""
-    if job.full:
-        return job.model.embedding_parameters
-    sides = [max(x.in_features, x.out_features) for x in job.model.linears if x.name in job.lora_targets]
-    return job.recipe.lora_rank * max(sides, default=0)
-
-
-def partition_gradients(job: Job) -> int:
-    """Elements of ZeRO-1/2's gradient buffer on the rank that needs most: every trained matrix that touches its
-    partition counts whole (stage_1_and_2.py:1462-1469). Biases and norms, a group of their own, are left out."""
-    model = job.model
-    if not job.full:
-        return math.ceil(job.trained_parameters / job.world_size) + largest_tensor(job)
-    layer = [linear.in_features * linear.out_features for linear in model.linears]
-    tensors = [model.embedding_parameters, *layer * model.layers]
-    if not model.tied_embeddings:
-        tensors.append(model.embedding_parameters)
-    share = math.ceil(sum(tensors) / job.world_size)
-    touched = [0] * job.world_size
-    start = 0
-    for elements in tensors:
-        for rank in range(start // share, min((start + elements - 1) // share, job.world_size - 1) + 1):
-            touched[rank] += elements
-        start += elements
-    return max(touched)

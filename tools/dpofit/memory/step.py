@@ -148,10 +148,7 @@ def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int
         if adapters and not job.full and linear.name in job.lora_targets:
             names[f"{name}.lora_A"] = (job.recipe.lora_rank * linear.in_features,)
             names[f"{name}.lora_B"] = (job.recipe.lora_rank * linear.out_features,)
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        names[norm] = (model.hidden_size,)
-    if model.qk_norm:
-        names["q_norm"] = names["k_norm"] = (model.head_dim,)
+    names |= {norm: (width,) for norm, width in model.norms}
     for layer in range(model.layers):
         for name, counts in names.items():
             parameters[ids.module(name, layer)] = counts

@@ -10,8 +10,9 @@ from dpofit.memory.parts import Part
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16, FP32
-from dpofit.memory.states import State, largest_tensor, partition_gradients, trained_tensors
+from dpofit.memory.states import State
 from dpofit.memory.tape import Mark
+from dpofit.memory.tensors import largest_tensor, partition_gradients, trained_tensors
 from dpofit.memory.zero import ZeroSizes
 
 Items = list[Event | Repeat]

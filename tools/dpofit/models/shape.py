@@ -40,10 +40,17 @@ class ModelShape:
     source: str = ""  # where the numbers come from: public config.json, or the file read
 
     @property
+    def norms(self) -> tuple[tuple[str, int], ...]:
+        """(name, width) of one layer's RMSNorms."""
+        found = [("input_layernorm", self.hidden_size), ("post_attention_layernorm", self.hidden_size)]
+        if self.qk_norm:
+            found += [("q_norm", self.head_dim), ("k_norm", self.head_dim)]
+        return tuple(found)
+
+    @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: linears, two RMSNorms, q/k norms."""
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        return sum(linear.parameters for linear in self.linears) + norms
+        """Parameters of one decoder layer: linears and norms."""
+        return sum(linear.parameters for linear in self.linears) + sum(width for _, width in self.norms)
 
     @property
     def embedding_parameters(self) -> int:

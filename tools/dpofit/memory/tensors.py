@@ -1,0 +1,88 @@
+"""The model's tensors one by one: optimizers, ZeRO-1/2's gradient buffers and clipping depend on each one's size."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from dpofit.memory.job import Job
+
+Role = Literal["embedding", "head", "linear", "adapter", "vector", "flat"]
+
+
+class Tensor(NamedTuple):
+    """`times` tensors of one shape. `flat`: a part of the weights as DeepSpeed hands them to an optimizer, 1-d."""
+
+    role: Role
+    shape: tuple[int, ...]
+    times: int
+    name: str = ""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def parameters_of(job: Job) -> list[Tensor]:
+    """Every parameter of the base model."""
+    model = job.model
+    table = (model.vocab_size, model.hidden_size)
+    found = [Tensor("embedding", table, 1, "embed_tokens")]
+    if not model.tied_embeddings:
+        found.append(Tensor("head", table, 1, "lm_head"))
+    for linear in model.linears:
+        found.append(Tensor("linear", (linear.out_features, linear.in_features), model.layers, linear.name))
+        if linear.bias:
+            found.append(Tensor("vector", (linear.out_features,), model.layers, f"{linear.name}.bias"))
+    found += [Tensor("vector", (width,), model.layers, name) for name, width in model.norms]
+    found.append(Tensor("vector", (model.hidden_size,), 1, "norm"))
+    return found
+
+
+def trained(job: Job) -> list[Tensor]:
+    """Every trained parameter: all, or two matrices of an adapter at each target."""
+    if job.full:
+        return parameters_of(job)
+    rank, layers = job.recipe.lora_rank, job.model.layers
+    found = []
+    for linear in job.model.linears:
+        if linear.name in job.lora_targets:
+            found.append(Tensor("adapter", (rank, linear.in_features), layers, f"{linear.name}.lora_A"))
+            found.append(Tensor("adapter", (linear.out_features, rank), layers, f"{linear.name}.lora_B"))
+    return found
+
+
+def parameter_tensors(job: Job) -> int:
+    """How many parameter tensors the model has."""
+    return sum(tensor.times for tensor in parameters_of(job))
+
+
+def trained_tensors(job: Job) -> int:
+    """How many tensors are trained."""
+    return sum(tensor.times for tensor in trained(job))
+
+
+def largest_tensor(job: Job) -> int:
+    """Elements of the largest trained tensor."""
+    return max((tensor.elements for tensor in trained(job)), default=0)
+
+
+def partition_gradients(job: Job) -> int:
+    """Elements of ZeRO-1/2's gradient buffer on the rank that needs most: every trained matrix that touches its
+    partition counts whole (deepspeed 0.18.4 stage_1_and_2.py:1462-1469). Biases and norms, a group of their own, are
+    left out."""
+    model = job.model
+    if not job.full:
+        return math.ceil(job.trained_parameters / job.world_size) + largest_tensor(job)
+    layer = [linear.in_features * linear.out_features for linear in model.linears]
+    tensors = [model.embedding_parameters, *layer * model.layers]
+    if not model.tied_embeddings:
+        tensors.append(model.embedding_parameters)
+    share = math.ceil(sum(tensors) / job.world_size)
+    touched = [0] * job.world_size
+    start = 0
+    for elements in tensors:
+        for rank in range(start // share, min((start + elements - 1) // share, job.world_size - 1) + 1):
+            touched[rank] += elements
+        start += elements
+    return max(touched)
