@@ -127,6 +127,15 @@ def test_copy_json_says_what_was_written_where(dpofit: Run, tmp_path: Path) -> N
     }
 
 
+def test_copy_into_an_empty_name_is_refused_not_spread_over_the_working_directory(
+    dpofit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = dpofit("copy", "lora-z3", "")
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert "DIR: is empty" in err
+
+
 def test_copy_refuses_to_overwrite_and_names_each_file(dpofit: Run, tmp_path: Path) -> None:
     for name in ("recipe.yaml", "ds.json"):
         (tmp_path / name).write_text("mine")

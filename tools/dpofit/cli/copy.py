@@ -17,7 +17,7 @@ from dpofit.recipe.run_folder import run_folder_files
 
 def command(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `dpofit list`.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder, made if missing.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Run folder, made if missing.")],
     force: Annotated[bool, typer.Option("--force", help="Replace the files named below if they exist.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.copy/1.")] = False,
 ) -> None:
@@ -31,6 +31,9 @@ def command(
       dpofit copy qwen2.5-72b-dpo/full-z3 runs/first
       dpofit copy lora-1gpu "runs/with spaces" --force
     """
+    if not directory.strip():  # an unset shell variable, most likely
+        raise BadInput(Problem("command line", "DIR", "is empty", "Name a folder, or . for this one"))
+    folder = Path(directory)
     file = catalogue_recipe(recipe)
     files = run_folder_files(file, folder.absolute())
     _refuse_overwriting(folder, files, force)
