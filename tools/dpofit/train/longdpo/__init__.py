@@ -1,0 +1,23 @@
+"""The long-context pieces: exact replacements for what makes long DPO prompts expensive, each switchable."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+OWNER = "longdpo"  # of every hook of the pieces in `dpofit.train.hooks`
+CHUNK_POSITIONS = 512  # answer_logps: no tensor is wider than this many positions by the vocabulary
+
+
+def install(pieces: Collection[str]) -> None:
+    """Put the hooks of `pieces` (names of `dpofit.recipe.long_context.PIECES`) in place and take all others out.
+
+    Idempotent. Each piece is a module of this package with a function `hooks() -> list[Hook]`, imported only when on.
+    """
+    from importlib import import_module
+
+    from dpofit.recipe.long_context import PIECES
+    from dpofit.train import hooks
+
+    chosen = [import_module(f"{__name__}.{piece}") for piece in PIECES if piece in pieces]
+    hooks.uninstall(OWNER)
+    hooks.install([hook for piece in chosen for hook in piece.hooks()])
