@@ -26,8 +26,8 @@ SCHEMA = "dpofit.memory/1"
 class Reading:
     """One rank after one optimizer step. GPU fields are None without CUDA, cgroup fields without a memory cgroup.
 
-    Allocated and reserved are torch's peaks since the previous reading; NVML counts the whole card, other
-    processes included; RSS is this process, cgroup the whole group (on a node: all ranks and the page cache).
+    Allocated and reserved are torch's peaks since the previous reading (with RECORD_VRAM on, since the start); NVML
+    counts the whole card, other processes included; RSS is this process, cgroup the whole group (on a node: all ranks and the page cache).
     """
 
     schema: str
@@ -174,12 +174,28 @@ def _gpu() -> tuple[int | None, int | None, int | None]:
     if not torch.cuda.is_available():
         return None, None, None
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    torch.cuda.reset_peak_memory_stats()
+    # LLaMA-Factory's RECORD_VRAM logs torch's peaks just after this (0.9.5 train/callbacks.py:295); reset, they would
+    # be those of no step at all. With it on, ours count from the start too.
+    if os.environ.get("RECORD_VRAM", "0").lower() not in ("true", "y", "1"):
+        torch.cuda.reset_peak_memory_stats()
+    return allocated, reserved, nvml_used_bytes()
+
+
+def nvml_used_bytes() -> int | None:
+    """What all processes use of this process's card, as nvidia-smi shows it; None where NVML does not answer.
+
+    torch.cuda.device_memory_used asks version 1, which counts what the driver keeps for itself as used; that part is
+    in no capacity that torch reports.
+    """
     try:
-        nvml = torch.cuda.device_memory_used()
-    except Exception:  # NVML missing in the container: the other two still stand
-        nvml = None
-    return allocated, reserved, nvml
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
+    except Exception:  # NVML missing in the container, or hiding the card: torch's figures still stand
+        return None
 
 
 def _int(text: str | None) -> int | None:
