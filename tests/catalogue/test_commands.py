@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from dpofit.recipe.catalogue import CatalogueEntry, all_recipes, catalogue_root
+from dpofit.recipe.long_context import PIECES
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -52,6 +53,7 @@ def test_list_json_holds_what_the_table_holds(dpofit: Run) -> None:
         "quantization_bit": 4,
         "deepspeed": None,
         "hardware": {"nodes": 1, "gpus_per_node": 1, "gpu": "rtx4090", "host_ram": "64GiB"},
+        "long_context": [],
         "cutoff_len": 2048,
         "documented": None,
     }
@@ -108,6 +110,7 @@ def test_copy_writes_the_environment_with_its_reasons(dpofit: Run, tmp_path: Pat
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         },
+        "long_context": dict.fromkeys(PIECES, False),
     }
     assert "# the newer name of the same setting" in text
 

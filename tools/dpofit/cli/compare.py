@@ -27,6 +27,7 @@ def command(
     lengths: options.LengthsOption = None,
     no_padding: options.NoPaddingOption = False,
     stack: options.StackOption = "pinned",
+    long_context: options.LongContextOption = None,
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Pairs to train on, for GPU-hours.")] = 10_000,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a PNG or SVG: memory against length.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the plot's file.")] = False,
@@ -45,7 +46,7 @@ def command(
 
     references, overrides = options.split_overrides(arguments)
     flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, prompt, response, chosen, rejected, lengths,
-                             no_padding, stack)  # fmt: skip
+                             no_padding, stack, long_context)  # fmt: skip
     planned = options.plan_jobs(references, overrides, flags)
     rows = comparison_rows(planned)
     if plot is not None:

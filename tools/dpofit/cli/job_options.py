@@ -19,6 +19,7 @@ from dpofit.memory.stack import parse_stack
 from dpofit.models.known import find_model
 from dpofit.recipe.catalogue import WrittenFor, newest, recipe_files, written_for
 from dpofit.recipe.load import LoadedRecipe, load_recipe
+from dpofit.recipe.long_context import with_option
 from dpofit.recipe.notes import Note
 
 DEFAULT_GPU, DEFAULT_NODES = "a100-80g", 1
@@ -40,6 +41,10 @@ LengthsOption = Annotated[
 NoPaddingOption = Annotated[
     bool, typer.Option("--no-padding", help="All rows have the same length: no attention mask is built.")
 ]
+LongContextOption = Annotated[
+    str | None,
+    typer.Option("--long-context", metavar="PIECES", help="Of docs/long-context.md: names with commas, all, off."),
+]
 StackOption = Annotated[str, typer.Option("--stack", help="pinned, 2024, or LIBRARY=VERSION,…")]
 
 
@@ -59,6 +64,7 @@ class JobFlags:
     lengths: Path | None = None
     no_padding: bool = False
     stack: str = "pinned"
+    long_context: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,8 @@ def plan_job(reference: str, overrides: Sequence[str], flags: JobFlags) -> Plann
             problems.extend(bad.problems)
             return None
 
-    loaded: LoadedRecipe | None = attempt(load_recipe, reference, overrides)
+    environment = attempt(with_option, os.environ, flags.long_context)
+    loaded: LoadedRecipe | None = attempt(load_recipe, reference, overrides, environment)
     stack = attempt(parse_stack, flags.stack)
     written = written_for(loaded.recipe.source) if loaded else None
     cluster_notes = attempt(_cluster, flags, written)

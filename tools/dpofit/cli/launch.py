@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpofit.cli import job_options as options
+
 if TYPE_CHECKING:
     from dpofit.launch.plan import Plan
     from dpofit.launch.prepare import Prepared
@@ -39,6 +41,7 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Train into an output_dir that holds other checkpoints.")
     ] = False,
+    long_context: options.LongContextOption = None,
     guard_memory: Annotated[
         str | None, typer.Option("--guard-memory", metavar="SIZE", help="Memory a save may add to a rank (256MiB).")
     ] = None,
@@ -62,8 +65,9 @@ def command(
       dpofit launch runs/first --emit slurm > job.sbatch
     """
     from dpofit.launch.prepare import prepare, read
+    from dpofit.recipe.long_context import with_option
 
-    loaded = read(recipe, overrides or [])
+    loaded = read(recipe, overrides or [], with_option(os.environ, long_context))
     if smoke:
         raise typer.Exit(_smoke(loaded, keep, as_json))
     if emit is not None:

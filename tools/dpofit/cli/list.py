@@ -102,6 +102,9 @@ def _verdict(entry: CatalogueEntry, flags: options.JobFlags) -> Verdict:
 
 def row_of(entry: CatalogueEntry, presets: Presets) -> dict[str, Any]:
     """One recipe as `--json` prints it."""
+    from dpofit.recipe.cards import pieces_of
+    from dpofit.recipe.long_context import PIECES
+
     card, settings = entry.card, read_yaml(entry.file.path)
     return {
         "recipe": f"{entry.file.family}/{entry.file.name}",
@@ -116,6 +119,7 @@ def row_of(entry: CatalogueEntry, presets: Presets) -> dict[str, Any]:
         "quantization_bit": settings.get("quantization_bit"),
         "deepspeed": Path(settings["deepspeed"]).stem if "deepspeed" in settings else None,
         "hardware": card.hardware.model_dump(),
+        "long_context": [piece for piece in PIECES if piece in pieces_of(card, presets)],
         "cutoff_len": settings["cutoff_len"],
         "documented": card.documented.model_dump() if card.documented else None,
         "path": str(entry.file.path),

@@ -31,7 +31,8 @@ def command(
 
 def describe(file: CatalogueFile) -> dict[str, Any]:
     """The `dpofit.show/1` document."""
-    from dpofit.recipe.cards import environment_of, read_presets
+    from dpofit.recipe.cards import environment_of, pieces_of, read_presets
+    from dpofit.recipe.long_context import PIECES
 
     presets = read_presets()
     card = card_of(file.path)
@@ -53,6 +54,7 @@ def describe(file: CatalogueFile) -> dict[str, Any]:
             {"variable": name, "value": variable.value, "why": variable.why}
             for name, variable in environment_of(card, presets).items()
         ],
+        "long_context": [piece for piece in PIECES if piece in pieces_of(card, presets)],
         "documented": card.documented.model_dump() if card.documented else None,
         "versions": versions,
         "history": card.history or None,
@@ -72,6 +74,8 @@ def _as_text(document: dict[str, Any]) -> str:
     )
     if documented:
         lines += _paragraph("documented", f"{documented['prompt_tokens']:,} prompt tokens ({documented['source']})")
+    if document["long_context"]:
+        lines += _paragraph("long context", ", ".join(document["long_context"]) + " (docs/long-context.md)")
     for knob in document["knobs"]:
         lines += _paragraph(knob["knob"], knob["why"])
     for variable in document["environment"]:

@@ -16,6 +16,7 @@ from dpofit.launch.plan import masked_override
 from dpofit.recipe.catalogue import written_for
 from dpofit.recipe.environment import ALLOWED
 from dpofit.recipe.load import ReadRecipe, load_recipe
+from dpofit.recipe.long_context import VARIABLE, written
 
 IMAGE = "registry.example/dpofit:latest"
 _DEFAULT_GPUS = 8
@@ -36,6 +37,7 @@ def emitted(found: ReadRecipe, overrides: Sequence[str], kind: str) -> str:
     recipe = found.recipe.source.resolve()
     # What this machine happens to export is no business of the cluster's.
     elsewhere = {name: value for name, value in os.environ.items() if not ALLOWED.fullmatch(name)}
+    elsewhere[VARIABLE] = written(found.recipe.long_context)
     asked = load_recipe(str(recipe), overrides, elsewhere).recipe
     words = ["dpofit", "launch", str(recipe), *(masked_override(word) for word in overrides)]
     shape = _shape(recipe)

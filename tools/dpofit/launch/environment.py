@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dpofit.recipe.catalogue import card_of
 from dpofit.recipe.environment import ALLOCATOR_VARIABLES, launcher_sets_allocator
+from dpofit.recipe.long_context import VARIABLE, long_context_pieces, written
 from dpofit.recipe.recipe import Recipe
 
 CACHE = Path.home() / ".cache" / "dpofit"  # what takes minutes to make again, and nothing else
@@ -50,6 +51,8 @@ def launch_variables(
         if "TORCH_NCCL_AVOID_RECORD_STREAMS" not in known:
             why = "collectives give their buffers back at once (LLaMA-Factory's own launcher sets it too)"
             variables.append(Variable("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", why))
+    if pieces := _long_context(recipe, process):
+        variables.append(pieces)
     if "OMP_NUM_THREADS" not in known and torchrun:
         offloads = recipe.zero is not None and recipe.zero.offload_optimizer != "none"
         if offloads:
@@ -57,6 +60,14 @@ def launch_variables(
             why = f"the optimizer runs on the CPU: {cores} cores / {processes} ranks; torchrun would set 1"
             variables.append(Variable("OMP_NUM_THREADS", str(threads), why))
     return tuple(variables)
+
+
+def _long_context(recipe: Recipe, process: Mapping[str, str]) -> Variable | None:
+    """The pieces as the ranks shall see them; None when they would find the same without being told."""
+    asked, found = recipe.long_context, long_context_pieces(recipe.source, process)[0]
+    if not asked and not found:
+        return None
+    return Variable(VARIABLE, written(asked), "long-context pieces of this run (docs/long-context.md)")
 
 
 def cpu_variables(processes: int, cores: int) -> tuple[Variable, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpofit.errors import BadInput
 from dpofit.launch.topology import Topology
 from dpofit.recipe.catalogue import WrittenFor
+from dpofit.recipe.long_context import written as spelled
 from dpofit.units import format_gib
 
 
@@ -23,7 +24,12 @@ class Forecast:
 
 
 def forecast(
-    reference: str, overrides: Sequence[str], topology: Topology, here: bool, written: WrittenFor | None
+    reference: str,
+    overrides: Sequence[str],
+    long_context: frozenset[str],
+    topology: Topology,
+    here: bool,
+    written: WrittenFor | None,
 ) -> Forecast:
     """Predict the job on `topology`: with this machine's cards if it trains `here`, else with those the recipe, or the
     one it was copied from, is `written` for, on its nodes unless more were named."""
@@ -36,6 +42,7 @@ def forecast(
     elif written is not None:
         nodes = topology.nodes if topology.nodes > 1 else written.nodes
         flags = JobFlags(written.gpu, nodes, topology.processes, written.host_ram)
+    flags = replace(flags, long_context=spelled(long_context))
     try:
         planned = plan_job(reference, overrides, flags)
         prediction = predict(planned.job, planned.mix)

@@ -62,9 +62,9 @@ class Prepared:
             raise BadInput(problems)
 
 
-def read(reference: str, overrides: Sequence[str]) -> ReadRecipe:
+def read(reference: str, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> ReadRecipe:
     """The recipe; BadInput with every problem that stops it."""
-    found = read_recipe(reference, overrides)
+    found = read_recipe(reference, overrides, environment)
     if found.recipe is None:
         raise BadInput([issue.problem() for issue in found.issues if issue.stops])
     return found
@@ -93,7 +93,7 @@ def prepare(
         predicted = Forecast(None, "not predicted: CPU ranks have no GPU memory")
     else:
         written = written_for(catalogue_source(recipe.source))
-        predicted = forecast(reference, overrides, topology, gpus > 0, written)
+        predicted = forecast(reference, overrides, recipe.long_context, topology, gpus > 0, written)
     torchrun = bool(topology.world_size > 1 or recipe.zero or _on(environment.get("FORCE_TORCHRUN")))
     source = recipe.source.resolve()
     port = None if topology.master_port or dry_run else free_port()

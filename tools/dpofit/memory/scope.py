@@ -70,6 +70,8 @@ def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
             gaps.append(("deepspeed", "offload to NVMe", "Modelled: offload to cpu"))
         if zero.stage == 3 and recipe.quantization_bit:
             gaps.append(("quantization_bit", "a quantized base under ZeRO-3", "Modelled: without DeepSpeed, ZeRO-1/2"))
+    if recipe.long_context:
+        gaps.append(("long_context", ", ".join(sorted(recipe.long_context)), "Turn them off: --long-context off"))
     if recipe.optim.endswith("8bit") and zero is not None and zero.offload_optimizer == "cpu":
         gaps.append(("optim", f"{recipe.optim} with an offloaded optimizer", "adamw_torch is (DeepSpeed's CPUAdam)"))
     return gaps + [(key, key, "Leave it at its default") for key in recipe.unmodelled]

@@ -17,6 +17,7 @@ def build_recipe(
     zero: ZeroConfig | None,
     environment: Mapping[str, str],
     unmodelled_deepspeed: tuple[str, ...],
+    long_context: frozenset[str] = frozenset(),
 ) -> Recipe:
     """The Recipe of settings whose values have been checked (settings.value_issues found nothing)."""
     s = settings
@@ -81,6 +82,7 @@ def build_recipe(
 
 def gradient_checkpointing(s: Settings) -> tuple[bool, bool, bool]:
     """(on, reentrant, unsloth offload) as two layers of code leave it.
+        long_context=long_context,
 
     LLaMA-Factory enables it with its own function (model_utils/checkpointing.py 165-178). Then, with
     `gradient_checkpointing: true`, transformers' trainer enables it again with `gradient_checkpointing_kwargs`

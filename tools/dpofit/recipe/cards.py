@@ -13,6 +13,7 @@ from yaml import YAMLError
 
 from dpofit.errors import BadInput, Problem
 from dpofit.recipe.catalogue import catalogue_root, read_yaml
+from dpofit.recipe.long_context import PIECES
 from dpofit.units import parse_bytes
 
 Value = bool | int | float | str
@@ -31,11 +32,17 @@ class Variable(_Strict):
 
 
 class Knob(_Strict):
-    """One choice that changes memory: the LLaMA-Factory keys it sets, the environment it needs, and why."""
+    """One choice that changes memory: LLaMA-Factory keys, environment, long-context pieces, and why."""
 
     settings: Mapping[str, Value] = Field(default_factory=dict)
     env: Mapping[str, Variable] = Field(default_factory=dict)
+    long_context: tuple[str, ...] = ()
     why: str
+
+    @field_validator("long_context", mode="before")
+    @classmethod
+    def _tuple(cls, pieces: object) -> object:
+        return _pieces(pieces) if isinstance(pieces, list) else pieces
 
 
 class Preset(_Strict):
@@ -104,10 +111,17 @@ class RecipeCard(_Strict):
     response_tokens: int = Field(ge=1)
     settings: Mapping[str, Value]
     env: Mapping[str, Variable] = Field(default_factory=dict)
+    long_context: Mapping[str, bool] = Field(default_factory=dict)  # over the preset's pieces
     documented: Documented | None = None
     versions: Mapping[int, str]  # what changed in each version
     history: str = ""  # how it was in 2024
     notes: str = ""
+
+    @field_validator("long_context")
+    @classmethod
+    def _known_pieces(cls, switches: Mapping[str, bool]) -> Mapping[str, bool]:
+        _pieces(list(switches))
+        return switches
 
 
 class FamilyCard(_Strict):
@@ -136,6 +150,25 @@ def environment_of(card: RecipeCard, presets: Presets) -> dict[str, Variable]:
     for knob in presets.knobs_of(card.preset).values():
         variables.update(knob.env)
     return {**variables, **card.env}
+
+
+def _pieces(names: list[str]) -> tuple[str, ...]:
+    """The names, all of them pieces; ValueError names those that are not."""
+    if unknown := [name for name in names if name not in PIECES]:
+        raise ValueError(f"no long-context piece: {', '.join(map(str, unknown))}; there are {', '.join(PIECES)}")
+    return tuple(names)
+
+
+def pieces_of(card: RecipeCard, presets: Presets) -> frozenset[str]:
+    """Long-context pieces that the preset's knobs switch on, the card's own switches over them."""
+    on = {piece for knob in presets.knobs_of(card.preset).values() for piece in knob.long_context}
+    on |= {piece for piece, wanted in card.long_context.items() if wanted}
+    return frozenset(on - {piece for piece, wanted in card.long_context.items() if not wanted})
+
+
+def piece_reasons(presets: Presets) -> dict[str, str]:
+    """Piece → why one switches it on: the text of the knob that is this piece alone."""
+    return {knob.long_context[0]: knob.why for knob in presets.knobs.values() if len(knob.long_context) == 1}
 
 
 def _validated(model: type[_Model], path: Path) -> _Model:

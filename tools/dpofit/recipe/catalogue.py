@@ -6,6 +6,7 @@ cards are parsed and validated (cards.py) only by those who show them.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -124,16 +125,29 @@ def card_environment(path: Path) -> dict[str, str]:
 
     An older version gets what its card says today. Empty for a file that is not in the catalogue.
     """
-    file = catalogue_file(path)
-    if file is None:
-        return {}
-    recipe = read_yaml(path.parent / "card.yaml")["recipes"][file.name]
-    presets = read_yaml(catalogue_root() / "recipes" / "presets.yaml")
-    knobs = [presets["knobs"][knob] for knob in presets["presets"][recipe["preset"]]["knobs"]]
     variables: dict[str, dict[str, str]] = {}
-    for source in (*knobs, recipe):
+    for source in _sources(path):
         variables.update(source.get("env", {}))
     return {name: variable["value"] for name, variable in variables.items()}
+
+
+def card_pieces(path: Path) -> frozenset[str]:
+    """Long-context pieces that a catalogue recipe's preset and card switch on; empty for any other file."""
+    switches: dict[str, bool] = {}
+    for source in _sources(path):
+        said = source.get("long_context", {})
+        switches.update(said if isinstance(said, dict) else dict.fromkeys(said, True))
+    return frozenset(piece for piece, on in switches.items() if on)
+
+
+def _sources(path: Path) -> list[dict[str, Any]]:
+    """What a catalogue recipe's card.yaml and presets.yaml say of it: its preset's knobs, then its card entry."""
+    file = catalogue_file(path)
+    if file is None:
+        return []
+    recipe = read_yaml(path.parent / "card.yaml")["recipes"][file.name]
+    presets = read_yaml(catalogue_root() / "recipes" / "presets.yaml")
+    return [*(presets["knobs"][knob] for knob in presets["presets"][recipe["preset"]]["knobs"]), recipe]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +201,13 @@ def all_recipes() -> tuple[CatalogueEntry, ...]:
 
 
 def read_yaml(path: Path) -> Any:
-    """A YAML file of the catalogue, by libyaml where PyYAML was built with it (10 times faster)."""
+    """A YAML file of the catalogue, by libyaml where PyYAML was built with it (10 times faster). Read once: a family
+    asks for its card and the presets several times a recipe. Do not change what comes back."""
+    return _parsed(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(path: Path, mtime_ns: int) -> Any:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

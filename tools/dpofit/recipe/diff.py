@@ -9,10 +9,11 @@ from typing import Any, Literal
 from dpofit.errors import BadInput
 from dpofit.recipe.keys import COMMA_LISTS, deepspeed_keys, known_keys
 from dpofit.recipe.load import ReadRecipe, read_recipe
+from dpofit.recipe.long_context import PIECES
 from dpofit.recipe.secrets import masked
 from dpofit.recipe.settings import Settings
 
-Section = Literal["settings", "deepspeed", "environment"]
+Section = Literal["settings", "deepspeed", "environment", "long_context"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,12 @@ def read_side(reference: str, overrides: Sequence[str], environment: Mapping[str
 
 
 def differences(left: ReadRecipe, right: ReadRecipe) -> tuple[Difference, ...]:
-    """Every difference: settings in LLaMA-Factory's terms first, then DeepSpeed's, then the environment's."""
+    """Every difference: settings in LLaMA-Factory's terms, then DeepSpeed's, the environment's, long-context pieces."""
     return (
         *_settings(left.settings, right.settings),
         *_flat("deepspeed", _deepspeed(left), _deepspeed(right), _deepspeed_defaults()),
         *_flat("environment", left.environment, right.environment, {}),
+        *_pieces(left.run.long_context, right.run.long_context),
     )
 
 
@@ -49,6 +51,12 @@ def _settings(left: Settings, right: Settings) -> Iterator[Difference]:
         if _comparable(left, key) != _comparable(right, key):
             values = (masked(key, left[key]), masked(key, right[key]))
             yield Difference("settings", key, *values, key in left, key in right)
+
+
+def _pieces(left: frozenset[str], right: frozenset[str]) -> Iterator[Difference]:
+    for piece in PIECES:
+        if (piece in left) != (piece in right):
+            yield Difference("long_context", piece, piece in left, piece in right, piece in left, piece in right)
 
 
 def _comparable(settings: Settings, key: str) -> Any:

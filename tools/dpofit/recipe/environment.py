@@ -10,9 +10,9 @@ from typing import Any
 
 from dpofit.recipe.catalogue import card_environment
 from dpofit.recipe.issue import Issue
+from dpofit.recipe.long_context import RUN_FILE, RUN_KEY, VARIABLE
 from dpofit.recipe.yaml_file import read_document
 
-RUN_FILE = "dpofit.yaml"
 ALLOWED = re.compile(r"(?:NCCL|PYTORCH|TORCH|CUDA|DS|DPOFIT)_[A-Z0-9_]+|OMP_NUM_THREADS|OPTIM_TORCH")
 # torch reads PYTORCH_ALLOC_CONF first, the older name after it (c10/core/AllocatorConfig.cpp); some releases read
 # only the older one (pytorch#183387).
@@ -20,9 +20,12 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def run_environment(recipe: Path, process: Mapping[str, str]) -> tuple[dict[str, str], list[Issue]]:
-    """Variables that matter to a run of this recipe, later sources winning; issues with the run folder's own."""
+    """Variables that matter to a run of this recipe, later sources winning; issues with the run folder's own.
+
+    DPOFIT_LONG_CONTEXT is left out: it is one of the sources of Recipe.long_context (long_context.py).
+    """
     run_file, issues = _run_file_environment(recipe.with_name(RUN_FILE))
-    allowed = {name: value for name, value in process.items() if ALLOWED.fullmatch(name)}
+    allowed = {name: value for name, value in process.items() if ALLOWED.fullmatch(name) and name != VARIABLE}
     # The two allocator names mean the same thing: a later source's replaces an earlier source's other name.
     merged: dict[str, str] = {}
     for source in (card_environment(recipe), run_file, allowed):
@@ -67,7 +70,10 @@ def _run_file_environment(path: Path) -> tuple[dict[str, str], list[Issue]]:
         return {}, [Issue("config.environment", where, "env", "is not a mapping", "Write NAME: value lines under env.")]
     issues = []
     for name, value in asked.items():
-        if not ALLOWED.fullmatch(str(name)):
+        if name == VARIABLE:
+            right = f"Write pieces under {RUN_KEY}."
+            issues.append(Issue("config.environment", where, f"env.{name}", "may not be set here", right))
+        elif not ALLOWED.fullmatch(str(name)):
             issues.append(
                 Issue("config.environment", where, f"env.{name}", "may not be set here", "Export it in the shell.")
             )

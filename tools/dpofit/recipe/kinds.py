@@ -60,6 +60,10 @@ KINDS: dict[str, Kind] = {
         "A run folder's dpofit.yaml may set only NCCL_*, PYTORCH_*, TORCH_*, OMP_NUM_THREADS, CUDA_*, DS_*, "
         "DPOFIT_* and OPTIM_TORCH, each to one value."
     ),
+    "config.long-context-piece": _refused(
+        "A long-context piece that is named in `--long-context`, DPOFIT_LONG_CONTEXT or dpofit.yaml and that dpofit "
+        "does not have, or that is switched to something else than true or false."
+    ),
     "config.deepspeed-file": _refused("The DeepSpeed config is missing or is not readable JSON."),
     "config.deepspeed-key": _refused(
         "DeepSpeed's ZeRO settings forbid keys they do not know (pydantic `extra=forbid`): the engine stops at start."
@@ -110,6 +114,10 @@ KINDS: dict[str, Kind] = {
     "config.load-best": _error(
         "`load_best_model_at_end` is refused for rm and ppo, and needs `save_strategy` and `eval_strategy` to"
         " match, with `save_steps` a multiple of `eval_steps`."
+    ),
+    "config.long-context": _error(
+        "A long-context piece that is on (docs/long-context.md) can't work in this run: what it computes would not be "
+        "what LLaMA-Factory computes, or there is nothing for it to do."
     ),
     "config.auto-batch-zero3": _error("`auto_find_batch_size` is refused under ZeRO-3."),
     "config.precision-twice": _error("`bf16` and `fp16` exclude each other (for evaluation too)."),
@@ -245,6 +253,10 @@ KINDS: dict[str, Kind] = {
     "config.offload-param-stage": _warning("`offload_param` works only at stage 3."),
     "config.deepspeed-ignored-key": _warning("DeepSpeed does not know this section and ignores it silently."),
     "config.deepspeed-batch": _info("A fixed `train_batch_size` ties the recipe to one number of GPUs."),
+    "config.long-context-stock": _info(
+        "Long-context pieces are dpofit's: plain llamafactory-cli knows nothing of them and runs stock, with stock's "
+        "memory."
+    ),
     "config.deepspeed-location": _info(
         "Where the DeepSpeed file was found; LLaMA-Factory looks in the working directory only."
     ),

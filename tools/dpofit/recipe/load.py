@@ -15,6 +15,7 @@ from dpofit.recipe.environment import extra_keys_allowed, run_environment
 from dpofit.recipe.interpolation import InterpolationError, has_interpolation, resolve
 from dpofit.recipe.issue import Issue
 from dpofit.recipe.keys import known_keys, nearest
+from dpofit.recipe.long_context import long_context_issues, long_context_pieces
 from dpofit.recipe.mismatch import deepspeed_mismatches
 from dpofit.recipe.notes import Note, notes
 from dpofit.recipe.overrides import merge, parse_overrides
@@ -76,6 +77,8 @@ def read_recipe(
         settings = Settings({key: given[key] for key in given if key in known_keys()}, document, overridden=said)
     run_variables, environment_issues = run_environment(path, process)
     issues += environment_issues
+    pieces, piece_issues = long_context_pieces(path, process)
+    issues += piece_issues
 
     values_ok = not any(issue.stops for issue in issues)
     found, deepspeed_issues = (None, []) if _unusable(issues, "deepspeed") else find_deepspeed(settings)
@@ -85,14 +88,14 @@ def read_recipe(
     if found is not None:
         zero, unmodelled, zero_issues = zero_config(found)
         issues += zero_issues
-    run = Run(settings, zero)
+    run = Run(settings, zero, pieces)
     if values_ok:  # rules compare values, which must have the right types first
-        issues += refusals(run)
+        issues += [*refusals(run), *long_context_issues(run)]
         if found is not None:
             issues += deepspeed_mismatches(found, settings)
     recipe = None
     if not any(issue.stops for issue in issues):
-        recipe = build_recipe(settings, recipe_name(path), zero, run_variables, unmodelled)
+        recipe = build_recipe(settings, recipe_name(path), zero, run_variables, unmodelled, pieces)
     return ReadRecipe(recipe, settings, run, found, run_variables, tuple(issues))
 
 

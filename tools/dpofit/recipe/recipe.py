@@ -114,3 +114,6 @@ class Recipe:
 
     # keys present, not at their default, that change memory in a way not listed above: refused by memory/scope.py
     unmodelled: tuple[str, ...] = ()
+    # computed otherwise than stock, with the same result: names of recipe/long_context.py PIECES
+    long_context: frozenset[str] = frozenset()
+

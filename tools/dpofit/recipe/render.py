@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from dpofit.errors import BadInput, Problem
-from dpofit.recipe.cards import FamilyCard, Presets, RecipeCard, Value, environment_of
+from dpofit.recipe.cards import FamilyCard, Presets, RecipeCard, Value, environment_of, pieces_of
+from dpofit.recipe.long_context import written
 
 _COMMENT_COLUMN = 42
 
@@ -78,10 +79,20 @@ def _header(family: FamilyCard, name: str, presets: Presets) -> list[str]:
     hardware = card.hardware
     nodes = f" on each of {hardware.nodes} nodes" if hardware.nodes > 1 else ""
     variables = environment_of(card, presets)
+    pieces = pieces_of(card, presets)
+    stock = (
+        [
+            f"# Long-context pieces: {written(pieces).replace(',', ', ')} (docs/long-context.md).",
+            "# `dpofit launch` switches them on; llamafactory-cli knows nothing of them, runs stock, and will not fit.",
+        ]
+        if pieces
+        else []
+    )
     return [
         f"# {family.family}/{name}.v{card.version}",
         f"# {card.title or presets.presets[card.preset].title}",
         f"# Written for {hardware} of RAM a node. Set model, dataset and output paths to yours.",
+        *stock,
         f"# Run `dpofit copy {family.family}/{name} DIR` and what it prints;",
         f"# or `llamafactory-cli train` on this file{nodes}, from the folder that holds deepspeed/, with",
         *(f"#   {variable}={setting.value}" for variable, setting in variables.items()),

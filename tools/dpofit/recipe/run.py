@@ -14,6 +14,7 @@ class Run:
 
     settings: Settings
     zero: ZeroConfig | None
+    long_context: frozenset[str] = frozenset()  # pieces that are on (long_context.PIECES)
 
     @property
     def zero3(self) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 
 from dpofit.recipe.catalogue import CatalogueFile, card_of, catalogue_root
+from dpofit.recipe.long_context import PIECES, RUN_KEY
 
 _DEEPSPEED = re.compile(r"^(deepspeed: )(\S+)", re.MULTILINE)
 
@@ -27,7 +29,7 @@ def run_folder_files(file: CatalogueFile, folder: Path) -> dict[str, str]:
 
 
 def _dpofit_yaml(file: CatalogueFile) -> str:
-    from dpofit.recipe.cards import environment_of, read_presets
+    from dpofit.recipe.cards import environment_of, piece_reasons, pieces_of, read_presets
 
     card = card_of(file.path)
     assert card is not None
@@ -36,6 +38,13 @@ def _dpofit_yaml(file: CatalogueFile) -> str:
         f"recipe: {file.full_name}",
         "env:",
     ]
-    for name, variable in environment_of(card, read_presets()).items():
+    presets = read_presets()
+    for name, variable in environment_of(card, presets).items():
         lines += [f"  # {variable.why}", f"  {name}: {json.dumps(variable.value)}"]
+    lines += ["# For `dpofit launch`: the same training, computed otherwise. Plain llamafactory-cli runs stock."]
+    lines += [f"{RUN_KEY}:"]
+    on, reasons = pieces_of(card, presets), piece_reasons(presets)
+    for piece in PIECES:
+        lines += textwrap.wrap(reasons[piece], 116, initial_indent="  # ", subsequent_indent="  # ")
+        lines += [f"  {piece}: {json.dumps(piece in on)}"]
     return "\n".join(lines) + "\n"

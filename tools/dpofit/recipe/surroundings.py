@@ -14,6 +14,7 @@ from dpofit.recipe.environment import ALLOCATOR_VARIABLES, launcher_sets_allocat
 from dpofit.recipe.issue import Issue
 from dpofit.recipe.keys import nearest
 from dpofit.recipe.load import ReadRecipe
+from dpofit.recipe.long_context import written
 from dpofit.recipe.run import Run
 
 # llamafactory 0.9.5 extras/constants.py CHECKPOINT_NAMES
@@ -41,6 +42,9 @@ def launch_advice(read: ReadRecipe, gpu: Gpu | None) -> Iterator[Issue]:
     if any(character.isspace() for character in str(path)):
         right = "Run it with dpofit, or rename it."
         yield Issue("config.cli-spaces", str(path), None, "has a space in its path", right)
+    if read.run.long_context:
+        wrong = f"has long-context pieces: {written(read.run.long_context)}"
+        yield Issue("config.long-context-stock", str(path), None, wrong, "Start it with `dpofit launch`.")
     if gpu is not None and not gpu.bf16:
         for key in ("bf16", "pure_bf16"):
             if s.on(key):
