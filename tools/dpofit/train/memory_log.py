@@ -27,7 +27,8 @@ class Reading:
     """One rank after one optimizer step. GPU fields are None without CUDA, cgroup fields without a memory cgroup.
 
     Allocated and reserved are torch's peaks since the previous reading (with RECORD_VRAM on, since the start); NVML
-    counts the whole card, other processes included; RSS is this process, cgroup the whole group (on a node: all ranks and the page cache).
+    counts the whole card, other processes included; RSS is this process, cgroup the whole group (on a node: all ranks
+    and the page cache).
     """
 
     schema: str
