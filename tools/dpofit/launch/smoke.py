@@ -24,6 +24,7 @@ from dpofit.launch.smoke_model import tiny_config
 from dpofit.launch.smoke_plan import SAVE_STEPS, SmokePlan, smoke_plan
 from dpofit.launch.topology import Topology
 from dpofit.recipe.load import ReadRecipe
+from dpofit.recipe.long_context import VARIABLE, written
 from dpofit.train.guard.check import check_checkpoint
 
 ASSETS = Path(__file__).parent / "smoke_assets"
@@ -130,6 +131,7 @@ def _variables(read: ReadRecipe, gpus: int, ranks: int, folder: Path) -> tuple[V
         variables = list(cpu_variables(ranks, cores))
     variables += [
         Variable("DPOFIT_SMOKE", str(folder), "the smoke run's folder"),
+        Variable(VARIABLE, written(read.recipe.long_context), "the recipe's long-context pieces"),
         Variable("HF_DATASETS_CACHE", str(folder / "cache"), "nothing of yours is touched"),
         Variable("WANDB_MODE", "disabled", "nothing from the network"),
         Variable("PET_LOG_DIR", str(folder / "torchrun"), "nothing of yours is touched"),  # torchrun's --log-dir

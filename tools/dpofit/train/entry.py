@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dpofit.errors import BadInput
-from dpofit.recipe.load import read_recipe
+from dpofit.recipe.load import ReadRecipe, read_recipe
 from dpofit.train.failures import Failed, note_failures
 
 
@@ -46,14 +46,19 @@ def _note_failure(code: int, message: str) -> None:
         note_failures(Path(state), [Failed(0, 0, os.getpid(), code, int(time.time()), message)])
 
 
-def recipe_arguments(reference: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def _read(reference: str, overrides: Sequence[str]) -> ReadRecipe:
+    read = read_recipe(reference, overrides)
+    if read.recipe is None:
+        raise BadInput([issue.problem() for issue in read.issues if issue.stops])
+    return read
+
+
+def _arguments(read: ReadRecipe) -> dict[str, Any]:
     """The settings LLaMA-Factory gets: the recipe after overrides, its DeepSpeed config inline.
 
     Inline because a relative path, or the name of one of LLaMA-Factory's examples, means nothing to DeepSpeed.
     """
-    read = read_recipe(reference, overrides)
-    if read.recipe is None:
-        raise BadInput([issue.problem() for issue in read.issues if issue.stops])
+    assert read.recipe is not None
     arguments = dict(read.recipe.settings)
     if read.deepspeed is not None:
         arguments["deepspeed"] = dict(read.deepspeed.config)
@@ -70,11 +75,12 @@ def die_with_parent() -> None:
 def _train(arguments: Sequence[str]) -> None:
     if not arguments:
         raise SystemExit("usage: python -m dpofit.train RECIPE [key=value …]")
-    settings = recipe_arguments(arguments[0], arguments[1:])
+    read = _read(arguments[0], arguments[1:])
+    settings = _arguments(read)
     # First of all: it mends transformers' package lookup, which trl asks while it is imported (packages.py 132-152).
     import llamafactory.extras.packages  # noqa: F401
 
-    from dpofit.train import guard
+    from dpofit.train import guard, longdpo
     from dpofit.train.memory_log import MemoryLog, memory_hooks
     from dpofit.train.phases import Phases, phase_hooks
     from dpofit.train.ranks import check_ranks
@@ -92,6 +98,7 @@ def _train(arguments: Sequence[str]) -> None:
 
         prepare(Path(smoke))
     guard.install()
+    longdpo.install(read.run.long_context)
     from dpofit.train import hooks
 
     hooks.install(phase_hooks(phases))
