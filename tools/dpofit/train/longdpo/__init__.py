@@ -11,13 +11,16 @@ CHUNK_POSITIONS = 512  # answer_logps: no tensor is wider than this many positio
 def install(pieces: Collection[str]) -> None:
     """Put the hooks of `pieces` (names of `dpofit.recipe.long_context.PIECES`) in place and take all others out.
 
-    Idempotent. Each piece is a module of this package with a function `hooks() -> list[Hook]`, imported only when on.
+    Idempotent. Each piece is a module of this package, imported only when on, with `hooks() -> list[Hook]` and, where
+    not every model will do, `model_problems(config) -> list[Problem]`.
     """
     from importlib import import_module
 
     from dpofit.recipe.long_context import PIECES
     from dpofit.train import hooks
+    from dpofit.train.longdpo.combine import model_check
 
     chosen = [import_module(f"{__name__}.{piece}") for piece in PIECES if piece in pieces]
+    checks = [piece.model_problems for piece in chosen if hasattr(piece, "model_problems")]
     hooks.uninstall(OWNER)
-    hooks.install([hook for piece in chosen for hook in piece.hooks()])
+    hooks.install([hook for piece in chosen for hook in piece.hooks()] + ([model_check(checks)] if checks else []))

@@ -1,0 +1,75 @@
+"""Causal attention over a shared row: two calls of the attention the model uses anyway, without a T x T mask."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpofit.train.longdpo.shared_row import SharedRow
+
+Attention = Callable[..., tuple[Tensor, Any]]
+IMPLEMENTATIONS = ("sdpa", "flash_attention_2")
+
+
+def in_two_calls(stock: Attention, second: Attention) -> Attention:
+    """`stock`, an attention function of transformers, unless called with a `shared_prompt`.
+
+    Then prompt and chosen answer attend as ever, and the rejected answer's queries attend to the prompt's and their own
+    keys by `second`, whose causal mask must be aligned to the lower right.
+    """
+
+    @functools.wraps(stock)
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        row: SharedRow | None = kwargs.pop("shared_prompt", None)
+        if row is None:
+            return stock(module, query, key, value, attention_mask, *args, **kwargs)
+        kwargs.pop("position_ids", None)  # flash attention takes restarting positions for packed sequences
+        parts = [row.prompt, row.chosen, row.rejected]
+        queries = query.split([row.first, row.rejected], dim=2)
+        firsts = [states.narrow(2, 0, row.first) for states in (key, value)]
+        seconds = []
+        for states in (key, value):
+            prompt, _, rejected = states.split(parts, dim=2)
+            seconds.append(torch.cat([prompt, rejected], dim=2))
+        chosen, _ = stock(module, queries[0], *firsts, None, *args, **kwargs)
+        rejected, _ = second(module, queries[1], *seconds, None, *args, **kwargs)
+        return torch.cat([chosen, rejected], dim=1), None
+
+    return attention
+
+
+def lower_right_sdpa(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of the last `queries` of `keys` tokens: [1, heads, queries, d] over [1, kv_heads, keys, d].
+
+    On CUDA torch runs its flash kernel, whose causal mask is lower right, or its memory-efficient one with that mask
+    type; elsewhere (a CPU) it builds a bool mask of queries x keys (torch 2.13 nn/attention/bias.py 175-245).
+    """
+    from torch.backends.cuda import SDPAParams, can_use_flash_attention
+    from torch.nn.attention.bias import causal_lower_right
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    # Only the flash kernel reads grouped keys and values in place.
+    grouped = can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, True))
+    if not grouped:
+        key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
+    mask: Any = causal_lower_right(query.shape[2], key.shape[2])
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+    )
+    return out.transpose(1, 2).contiguous(), None
