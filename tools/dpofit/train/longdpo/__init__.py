@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 OWNER = "longdpo"  # of every hook of the pieces in `dpofit.train.hooks`
+# Sizes that the memory model shares with the pieces; it imports them from here, without torch.
 CHUNK_POSITIONS = 512  # answer_logps: no tensor is wider than this many positions by the vocabulary
+TILE_TOKENS = 4096  # tiled_mlp: at most; large enough to keep the matrix multiplications busy
+# offload_checkpoints. torch rounds every pinned block up to a power of two and never gives it back
+# (CachingHostAllocator.h `get_free_block`: `c10::llvm::PowerOf2Ceil`). Slabs that are powers of two lose nothing to
+# that, and what is kept lies across their borders, so at most one slab a rank is partly empty.
+SLAB_BYTES = 64 * 2**20
+ALIGNMENT_BYTES = 512
 
 
 def install(pieces: Collection[str]) -> None:

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dpofit.units import MIB
-
-# torch rounds every pinned block up to a power of two and never gives it back (CachingHostAllocator.h
-# `get_free_block`: `c10::llvm::PowerOf2Ceil`). Slabs that are powers of two lose nothing to that, and what is kept
-# lies across their borders, so at most one slab a rank is partly empty.
-SLAB_BYTES = 64 * MIB
-ALIGNMENT_BYTES = 512
+from dpofit.train.longdpo import ALIGNMENT_BYTES, SLAB_BYTES
 
 
 @dataclass(slots=True, eq=False)

@@ -9,9 +9,8 @@ import torch
 
 from dpofit.errors import BadInput, Problem
 from dpofit.train.hooks import Hook
-from dpofit.train.longdpo import OWNER
+from dpofit.train.longdpo import OWNER, TILE_TOKENS
 
-TILE_TOKENS = 4096  # at most; large enough to keep the matrix multiplications busy
 # Layers that add the MLP's output to the residual and do nothing else with it (transformers 5.5.4). When gradient
 # checkpointing recomputes such a layer, nobody needs that output's values, so the MLP's forward is left out there:
 # backward recomputes it tile by tile anyway, and the piece costs no more multiplications than checkpointing alone.
