@@ -14,6 +14,7 @@ from pathlib import Path
 
 from score_cases import measured_cases, verdict_cases
 from score_evaluate import calibrated, calibrates, score_measured, score_verdicts
+from score_gpu import score_records, score_results
 from score_report import Scoreboard, document
 
 import dpofit.memory.predict as prediction
@@ -32,9 +33,10 @@ def scoreboard() -> Scoreboard:
     try:
         rows, lengths, left = score_measured(measured_cases())
         verdicts, left_verdicts = score_verdicts(verdict_cases())
+        results, records = score_results(), score_records()
     finally:
         prediction.residuals = committed
-    return Scoreboard(rows, lengths, verdicts, left, left_verdicts, residuals)
+    return Scoreboard(rows, lengths, verdicts, left, left_verdicts, residuals, results, records)
 
 
 def residuals_text(residuals: Residuals) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from score_evaluate import NotScored, Scored, ScoredLength, ScoredVerdict
+from score_gpu import GpuScore, RecordScore
 from score_others import accelerate_bytes, deepspeed_gpu_bytes
 
 from dpofit.memory.predict import Residuals
@@ -25,6 +26,8 @@ class Scoreboard:
     left: Sequence[NotScored]
     left_verdicts: Sequence[NotScored]
     residuals: Residuals
+    results: Sequence[GpuScore]
+    records: Sequence[RecordScore]
 
     @property
     def false_fits(self) -> list[ScoredVerdict]:
@@ -48,6 +51,8 @@ def document(board: Scoreboard) -> str:
         _interval(board),
         "## Verdicts of runs whose end is known",
         _verdicts(board),
+        "## On our own cards",
+        _results(board),
         "## Longest rows",
         _lengths(board.lengths),
         "## Every measurement",
@@ -166,6 +171,49 @@ def _verdicts(board: Scoreboard) -> str:
     ]  # fmt: skip
     head = ["case", "run (assumed)", "side", "happened", "predicted", "predicted GiB", "there is GiB"]
     return summary + "\n\n" + _table(head, lines)
+
+
+def _results(board: Scoreboard) -> str:
+    intro = (
+        "What `python -m benchmarks.measure_gpu` read (benchmarks/results/gpu/), real LLaMA-Factory steps on one card."
+        " These rows set no constant and no interval."
+    )
+    if not board.results:
+        return intro + "\n\nNo result is committed yet: no card was at hand."
+    lines = []
+    for scored in board.results:
+        result, prediction = scored.result, scored.prediction
+        row: list[object] = [result.name, result.card.gpu.name if result.card else "-", result.outcome]
+        if prediction is None:
+            lines.append([*row, *["-"] * 5, scored.why])
+            continue
+        gpu = prediction.gpu
+        row += [
+            _pair(result.allocated_peak_bytes, gpu.allocated_bytes),
+            _pair(result.reserved_peak_bytes, gpu.reserved.peak_bytes),
+            _pair(result.nvml_peak_bytes, gpu.peak_bytes),
+            _pair(result.context_bytes, gpu.overhead.total_bytes),
+            _pair(result.host_pinned_peak_bytes, prediction.host.pinned_bytes),
+            prediction.gpu_verdict,
+        ]
+        lines.append(row)
+    head = ["job", "card", "ended", "allocated", "reserved", "NVML", "context", "pinned", "predicted"]
+    table = _table(head, lines)
+    parts = [intro, "Measured and predicted GiB, and the error:", table]
+    if board.records:
+        parts.append(
+            "torch's own record of every request to its allocator, through the replay that predictions use (GiB):"
+        )
+        rows = [[r.name, f"{r.requests:,}", _pair(r.measured_bytes, r.replayed_bytes)] for r in board.records]
+        parts.append(_table(["record", "requests", "reserved: torch, replay"], rows))
+    return "\n\n".join(parts)
+
+
+def _pair(measured: int | None, predicted: int) -> str:
+    if measured is None:
+        return f"- / {predicted / GIB:.2f}"
+    error = f" ({_percent(predicted / measured - 1)})" if measured else ""
+    return f"{measured / GIB:.2f} / {predicted / GIB:.2f}{error}"
 
 
 def _lengths(rows: Sequence[ScoredLength]) -> str:
