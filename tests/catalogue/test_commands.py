@@ -178,15 +178,67 @@ def test_a_recipe_the_catalogue_has_not_is_exit_2_in_one_line(
     monkeypatch.chdir(tmp_path)
     code, out, err = dpofit(*command)
     assert (code, out) == (2, "")
-    assert err == "error: nope: the catalogue has no such recipe. dpofit list shows all\n"
+    assert err == "error: nope: is neither a file nor a recipe of the catalogue. `dpofit list` shows all.\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_ones_own_is_refused_by_show(dpofit: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("stage: dpo\n")
-    code, _, err = dpofit("show", tmp_path / "mine.yaml")
-    assert code == 2
-    assert "is a file of your own" in err
+OWN = """\
+# mine
+model_name_or_path: Qwen/Qwen2.5-7B-Instruct
+stage: dpo
+do_train: true
+deepspeed: examples/deepspeed/ds_z3_config.json  # theirs
+dataset: pairs
+template: qwen
+output_dir: out
+bf16: true
+"""
+
+
+def test_ones_own_file_is_copied_with_its_comments_and_its_deepspeed_config(dpofit: Run, tmp_path: Path) -> None:
+    (tmp_path / "my dpo.yaml").write_text(OWN)
+    folder = tmp_path / "run a"
+    assert dpofit("copy", tmp_path / "my dpo.yaml", folder)[0] == 0
+    theirs = "deepspeed: examples/deepspeed/ds_z3_config.json  # theirs"
+    ours = f'deepspeed: "{folder}/ds.json"'
+    assert (folder / "recipe.yaml").read_text() == OWN.replace(theirs, ours)
+    assert json.loads((folder / "ds.json").read_text())["zero_optimization"]["stage"] == 3
+    assert yaml.safe_load((folder / "dpofit.yaml").read_text())["recipe"] == "my dpo"
+    assert dpofit("check", folder)[0] == 0
+
+
+def test_a_run_folder_is_copied_with_what_its_owner_changed_in_dpofit_yaml(dpofit: Run, tmp_path: Path) -> None:
+    dpofit("copy", "lora-z3", tmp_path / "a")
+    changed = (tmp_path / "a/dpofit.yaml").read_text().replace("tiled_mlp: false", "tiled_mlp: true")
+    (tmp_path / "a/dpofit.yaml").write_text(changed)
+    assert dpofit("copy", tmp_path / "a", tmp_path / "b")[0] == 0
+    assert (tmp_path / "b/dpofit.yaml").read_text() == changed
+    assert yaml.safe_load((tmp_path / "b/recipe.yaml").read_text())["deepspeed"] == str(tmp_path / "b/ds.json")
+
+
+def test_ones_own_json_becomes_yaml(dpofit: Run, tmp_path: Path) -> None:
+    mine = {**yaml.safe_load(OWN), "deepspeed": {"zero_optimization": {"stage": 2}}}
+    (tmp_path / "mine.json").write_text(json.dumps(mine))
+    assert dpofit("copy", tmp_path / "mine.json", tmp_path / "run")[0] == 0
+    assert yaml.safe_load((tmp_path / "run/recipe.yaml").read_text()) == mine
+    assert not (tmp_path / "run/ds.json").exists()
+
+
+def test_ones_own_file_is_shown_as_it_is_understood(dpofit: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(OWN)
+    code, out, _ = dpofit("show", tmp_path / "mine.yaml", "--json")
+    document = json.loads(out)
+    assert (code, document["title"]) == (0, "dpo of Qwen/Qwen2.5-7B-Instruct, lora")
+    assert (document["hardware"], document["versions"], document["yaml"]) == (None, [], OWN)
+    assert "ds_z3_config.json" in document["notes"]
+
+
+def test_ones_own_broken_file_is_refused_with_its_problems(dpofit: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("stage: dpo\nbanana: 1\n")
+    for command in (["show", tmp_path / "mine.yaml"], ["copy", tmp_path / "mine.yaml", tmp_path / "run"]):
+        code, _, err = dpofit(*command)
+        assert code == 2 and "banana" in err and "model_name_or_path" in err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("command", ["list", "show", "copy"])

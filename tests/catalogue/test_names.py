@@ -10,10 +10,10 @@ from dpofit.recipe.catalogue import (
     all_recipes,
     card_environment,
     card_of,
-    catalogue_recipe,
     catalogue_root,
     find_recipe,
 )
+from dpofit.recipe.load import resolve_reference
 
 RECIPES = catalogue_root() / "recipes"
 
@@ -58,7 +58,7 @@ def test_a_name_the_catalogue_has_not_is_none(name: str) -> None:
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(BadInput, match="full-z3-unsloth-gc"):
-        catalogue_recipe("full-z3-unslot-gc")
+        resolve_reference("full-z3-unslot-gc")
 
 
 def test_a_file_of_ones_own_has_no_card(tmp_path: Path) -> None:

@@ -141,9 +141,10 @@ def test_check_says_that_llamafactory_cli_runs_stock(write):
 
 
 def test_a_copied_recipe_says_of_each_piece_whether_it_is_on_and_why(tmp_path: Path):
-    from dpofit.recipe.catalogue import catalogue_recipe
+    from dpofit.recipe.load import read_recipe, resolve_reference
     from dpofit.recipe.run_folder import run_folder_files
 
-    text = run_folder_files(catalogue_recipe("qwen2.5-72b-dpo/full-z3"), tmp_path)["dpofit.yaml"]
+    name = "qwen2.5-72b-dpo/full-z3"
+    text = run_folder_files(read_recipe(name), resolve_reference(name), tmp_path)["dpofit.yaml"]
     assert yaml.safe_load(text)["long_context"] == dict.fromkeys(PIECES, False)
     assert "  # One row [prompt, chosen, rejected] a pair" in text

@@ -11,31 +11,38 @@ from typing import Annotated
 import typer
 
 from dpofit.errors import BadInput, Problem
-from dpofit.recipe.catalogue import card_of, catalogue_recipe, read_yaml
+from dpofit.recipe.catalogue import card_of, read_yaml
+from dpofit.recipe.load import read_recipe, resolve_reference
 from dpofit.recipe.run_folder import run_folder_files
 
 
 def command(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `dpofit list`.")],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A name from `dpofit list`, or your own YAML, JSON or run folder.")
+    ],
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Run folder, made if missing.")],
     force: Annotated[bool, typer.Option("--force", help="Replace the files named below if they exist.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.copy/1.")] = False,
 ) -> None:
-    """Copy a recipe into a run folder: recipe.yaml, dpofit.yaml (environment, with reasons), ds.json (DeepSpeed).
+    """Copy a recipe, the catalogue's or your own, into a run folder.
 
-    recipe.yaml stays a pure LLaMA-Factory YAML and names ds.json by its absolute path. Nothing is overwritten
-    without --force.
+    It gets recipe.yaml, dpofit.yaml (environment, with reasons) and ds.json (DeepSpeed). recipe.yaml stays a pure
+    LLaMA-Factory YAML and names ds.json by its absolute path. Nothing is overwritten without --force.
 
     \b
     Examples:
       dpofit copy qwen2.5-72b-dpo/full-z3 runs/first
       dpofit copy lora-1gpu "runs/with spaces" --force
+      dpofit copy my_dpo.yaml runs/mine
     """
     if not directory.strip():  # an unset shell variable, most likely
         raise BadInput(Problem("command line", "DIR", "is empty", "Name a folder, or . for this one"))
     folder = Path(directory)
-    file = catalogue_recipe(recipe)
-    files = run_folder_files(file, folder.absolute())
+    path = resolve_reference(recipe)
+    read = read_recipe(str(path))
+    if read.recipe is None:
+        raise BadInput([issue.problem() for issue in read.issues if issue.stops])
+    files = run_folder_files(read, path, folder.absolute())
     _refuse_overwriting(folder, files, force)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,28 +51,28 @@ def command(
     except OSError as error:
         wrong = f"cannot be written ({error.strerror})"
         raise BadInput(Problem(str(folder), "DIR", wrong, "Name a folder that can be")) from None
-    environment = read_yaml(folder / "dpofit.yaml")["env"]
-    settings = read_yaml(folder / "recipe.yaml")
+    environment = read_yaml(folder / "dpofit.yaml").get("env") or {}
     if as_json:
         document = {
             "schema": "dpofit.copy/1",
-            "recipe": file.full_name,
+            "recipe": read.recipe.name,
             "folder": str(folder.absolute()),
             "files": list(files),
             "environment": environment,
-            "output_dir": settings["output_dir"],
+            "output_dir": read.settings["output_dir"],
         }
         print(json.dumps(document, indent=2))
         return
-    print(f"{file.full_name} → {folder.absolute()}: {', '.join(files)}")
-    print(f"output_dir is {settings['output_dir']} and dataset_dir is {settings['dataset_dir']}, relative to where")
+    print(f"{read.recipe.name} → {folder.absolute()}: {', '.join(files)}")
+    print(
+        f"output_dir is {read.settings['output_dir']} and dataset_dir is {read.settings['dataset_dir']}, relative to where"
+    )
     print("training starts; with several nodes write paths that every node sees. Then, on every node:")
-    card = card_of(file.path)
-    assert card is not None
+    card = card_of(path)
     print(f"  cd {shlex.quote(str(folder.absolute()))}")
     for name, value in environment.items():
         print(f"  export {name}={shlex.quote(value)}")
-    if card.hardware.nodes > 1:
+    if card is not None and card.hardware.nodes > 1:
         print(f"  export NNODES={card.hardware.nodes} NODE_RANK=… MASTER_ADDR=… MASTER_PORT=…")
     print("  llamafactory-cli train recipe.yaml")
     print("or, which sets all of that, checks the machine first and guards the saves:")

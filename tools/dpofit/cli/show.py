@@ -1,28 +1,35 @@
-"""`dpofit show`: one recipe of the catalogue, with all that its YAML can't say."""
+"""`dpofit show`: one recipe, with all that its YAML can't say."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpofit.recipe.catalogue import CatalogueFile, card_of, catalogue_recipe, recipe_files
+from dpofit.recipe.catalogue import CatalogueFile, card_of, catalogue_file, recipe_files
+from dpofit.recipe.load import resolve_reference
 
 
 def command(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `dpofit list`.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `dpofit list`, or your own file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.show/1.")] = False,
 ) -> None:
     """One recipe: why its preset is as it is, environment, documented limit, versions, history, and the YAML itself.
+
+    Of your own file: how it was understood, the environment and long-context pieces beside it, and the text.
 
     \b
     Examples:
       dpofit show qwen2.5-72b-dpo/full-z3
       dpofit show lora-z3.v1
+      dpofit show runs/first
       dpofit show full-z3-offload-liger-unsloth-gc --json | jq .environment
     """
-    document = describe(catalogue_recipe(recipe))
+    path = resolve_reference(recipe)
+    file = catalogue_file(path)
+    document = describe(file) if file is not None else describe_own(path)
     if as_json:
         print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
@@ -64,14 +71,42 @@ def describe(file: CatalogueFile) -> dict[str, Any]:
     }
 
 
+def describe_own(path: Path) -> dict[str, Any]:
+    """The `dpofit.show/1` document of a file from elsewhere: what only a card can say is null or empty."""
+    from dpofit.recipe.load import load_recipe
+    from dpofit.recipe.long_context import PIECES
+
+    loaded = load_recipe(str(path))
+    return {
+        "schema": "dpofit.show/1",
+        "recipe": loaded.recipe.name,
+        "version": None,
+        "title": f"{loaded.recipe.stage} of {loaded.recipe.model}, {loaded.recipe.finetuning}",
+        "preset": None,
+        "knobs": [],
+        "hardware": None,
+        "environment": [
+            {"variable": name, "value": value, "why": "dpofit.yaml or this environment"}
+            for name, value in loaded.recipe.environment.items()
+        ],
+        "long_context": [piece for piece in PIECES if piece in loaded.recipe.long_context],
+        "documented": None,
+        "versions": [],
+        "history": None,
+        "notes": " ".join(note.text for note in loaded.notes) or None,
+        "path": str(path),
+        "yaml": path.read_text(encoding="utf-8"),
+    }
+
+
 def _as_text(document: dict[str, Any]) -> str:
     hardware = document["hardware"]
     documented = document["documented"]
-    lines = [f"{document['recipe']}.v{document['version']}: {document['title']}", document["path"], ""]
-    lines += _paragraph(
-        "written for",
-        f"{hardware['nodes']} x {hardware['gpus_per_node']} {hardware['gpu']}, {hardware['host_ram']} of RAM a node",
-    )
+    version = "" if document["version"] is None else f".v{document['version']}"
+    lines = [f"{document['recipe']}{version}: {document['title']}", document["path"], ""]
+    if hardware:
+        nodes = f"{hardware['nodes']} x {hardware['gpus_per_node']} {hardware['gpu']}"
+        lines += _paragraph("written for", f"{nodes}, {hardware['host_ram']} of RAM a node")
     if documented:
         lines += _paragraph("documented", f"{documented['prompt_tokens']:,} prompt tokens ({documented['source']})")
     if document["long_context"]:

@@ -7,7 +7,6 @@ cards are parsed and validated (cards.py) only by those who show them.
 from __future__ import annotations
 
 import functools
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,22 +92,6 @@ def find_recipe(name: str) -> Path | None:
             Problem(name, None, f"{len(choices)} families have a recipe of this name", f"Say which: {listed}")
         )
     return choices[0].path if choices else None
-
-
-def catalogue_recipe(name: str) -> CatalogueFile:
-    """The recipe file that a name, or a path into the catalogue, means. BadInput names the nearest otherwise."""
-    path = find_recipe(name) or Path(name)
-    if file := catalogue_file(path):
-        return file
-    if os.path.isfile(path):
-        right = "This command takes recipes of the catalogue; dpofit list shows them"
-        raise BadInput(Problem(name, None, "is a file of your own", right))
-    import difflib
-
-    wanted = name.removesuffix(".yaml").rpartition("/")[2]
-    near = difflib.get_close_matches(wanted, {file.name for file in recipe_files()}, cutoff=0.5)
-    meant = f"Nearest: {', '.join(near)}; " if near else ""
-    raise BadInput(Problem(name, None, "the catalogue has no such recipe", f"{meant}dpofit list shows all"))
 
 
 def catalogue_file(path: Path) -> CatalogueFile | None:
