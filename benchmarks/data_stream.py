@@ -4,7 +4,9 @@
     python benchmarks/data_stream.py [--pairs 1000000] [--exact] [--json FILE]
 
 Writes a JSON lines file of that many pairs in a temporary folder, runs the whole command on it, and prints seconds,
-megabytes a second and peak resident memory. `--exact` counts tokens with a tokenizer trained here.
+megabytes a second and peak resident memory. `--exact` counts tokens with a tokenizer trained here. `--json` adds the
+run to benchmarks/results/data-stream.json or another list of runs. From 200,000 to 1,000,000 pairs memory grows by what
+is kept of a row (48 bytes of lengths and hashes) and by the sort at the end (about 80), not by the rows themselves.
 """
 
 from __future__ import annotations
@@ -21,63 +23,12 @@ import tempfile
 import time
 from pathlib import Path
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "for",
-    "it",
-    "as",
-    "was",
-    "with",
-    "be",
-    "by",
-    "on",
-    "not",
-    "he",
-    "his",
-    "but",
-    "at",
-    "are",
-    "this",
-    "have",
-    "from",
-    "or",
-    "had",
-    "an",
-    "they",
-    "which",
-    "one",
-    "you",
-    "were",
-    "her",
-    "all",
-    "she",
-    "there",
-    "would",
-    "their",
-    "we",
-    "him",
-    "been",
-    "has",
-    "when",
-    "who",
-    "will",
-    "more",
-    "no",
-    "if",
-    "out",
-    "so",
-    "said",
-    "what",
-    "up",
-    "its",
-    "about",
-]
+COMMON = (
+    "the of and to in is that for it as was with be by on not he his "
+    "but at are this have from or had an they which one you were her all she there "
+    "would their we him been has when who will more no if out so said what up its about"
+)
+WORDS = COMMON.split()
 
 
 def write_pairs(path: Path, pairs: int) -> None:
@@ -140,7 +91,9 @@ def main() -> None:
     }
     print(json.dumps(result, indent=2))
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        kept = json.loads(arguments.json.read_text()) if arguments.json.exists() else {"runs": []}
+        kept["runs"].append(result)
+        arguments.json.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 def _dpofit() -> str:

@@ -58,7 +58,7 @@ class PairHashes:
         # odd multipliers keep the three parts apart under wrap-around
         key = prompt * np.uint64(0x9E3779B97F4A7C15) + low * np.uint64(0xC2B2AE3D27D4EB4F) + high
         reverse = chosen > rejected
-        order = np.lexsort((np.arange(len(key)), key))
+        order = np.argsort(key, kind="stable")
         sorted_key, sorted_reverse = key[order], reverse[order]
         starts = np.flatnonzero(np.r_[True, sorted_key[1:] != sorted_key[:-1]]) if len(key) else np.array([], int)
         sizes = np.diff(np.r_[starts, len(key)])

@@ -117,7 +117,10 @@ def overlap(planned: PlannedTensor, start: int, nbytes: int) -> tuple[int, int, 
 
 
 class Staging:
-    """Turns bytes on any device into host memoryviews of at most `chunk_bytes`, through one reused pinned buffer."""
+    """Turns bytes on any device into host memoryviews of at most `chunk_bytes`, through one reused pinned buffer.
+
+    One, not two in turns: a chunk leaves the GPU in a fifteenth of the time that hashing and writing it takes.
+    """
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
