@@ -64,9 +64,8 @@ def command(
         print(json.dumps(document, indent=2))
         return
     print(f"{read.recipe.name} → {folder.absolute()}: {', '.join(files)}")
-    print(
-        f"output_dir is {read.settings['output_dir']} and dataset_dir is {read.settings['dataset_dir']}, relative to where"
-    )
+    settings = read.settings
+    print(f"output_dir is {settings['output_dir']} and dataset_dir is {settings['dataset_dir']}, relative to where")
     print("training starts; with several nodes write paths that every node sees. Then, on every node:")
     card = card_of(path)
     print(f"  cd {shlex.quote(str(folder.absolute()))}")
