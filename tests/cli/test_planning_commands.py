@@ -246,7 +246,7 @@ def test_explain_shows_the_sum_behind_the_logits_and_the_checkpoints(dpofit):
     out = " ".join(dpofit("predict", "qwen2.5-72b-dpo/full-z3", "--explain").out.split())
     assert "5.00 x one fp32 [2 rows x 9,216 tokens x 152,064 x 4 B = 10.4 GiB]" in out
     assert "80 layers x 2 rows x 9,216 tokens x 8,192 x 2 B" in out
-    assert "72,706,203,648 trained / 32 ranks x (4 B master + 8 B Adam)" in out
+    assert "72,706,203,648 trained / 32 ranks x (4 B master + 8 B moments)" in out
 
 
 def test_a_plot_is_written_once_and_overwritten_only_with_force(dpofit, mine, tmp_path):

@@ -14,6 +14,7 @@ from dpofit.memory.predict import predict
 from dpofit.memory.scope import check_scope
 from dpofit.memory.speed import step_time
 from dpofit.memory.stack import parse_stack
+from dpofit.recipe.recipe import Badam, LowRank
 
 GIB = 2**30
 
@@ -82,7 +83,11 @@ REFUSED = {
     "neat_packing": {"neat_packing": True, "stage": "sft"},
     "bf16": {"bf16": False},
     "deepspeed": {"zero": zero(3, offload_param="nvme")},
-    "shift_attn": {"unmodelled": ("shift_attn",)},
+    "shift_attn": {"shift_attn": True},
+    "use_muon": {"use_muon": True},
+    "use_adam_mini": {"use_adam_mini": True},
+    "use_badam": {"badam": Badam("layer", 0.05)},
+    "use_galore": {"low_rank": LowRank("galore", 16, ("all",), "std", False, False)},
 }
 
 
@@ -94,7 +99,7 @@ def test_what_is_not_modelled_is_refused_by_name(key):
 
 
 def test_all_refusals_come_at_once():
-    planned = job(tiny(), stage="ppo", optim="lion_32bit", use_unsloth=True, finetuning="lora", lora_target=("wrong",))
+    planned = job(tiny(), stage="ppo", optim="grokadamw", use_unsloth=True, finetuning="lora", lora_target=("wrong",))
     with pytest.raises(BadInput) as refused:
         check_scope(planned.recipe, planned.model)
     assert {p.key for p in refused.value.problems} >= {"stage", "optim", "use_unsloth", "lora_target"}

@@ -18,6 +18,7 @@ POINTS = {
     "adapters, unsloth gc": {"finetuning": "lora", "checkpointing": "unsloth"},
     "ZeRO-2": {"zero": "z2"},
     "ZeRO-3, offloaded": {"zero": "z3_offload"},
+    "ZeRO-3, Adafactor": {"zero": "z3", "optim": "adafactor"},
     "ZeRO-3, adapters": {"zero": "z3", "finetuning": "lora"},
 }
 

@@ -75,7 +75,7 @@ def test_a_padding_mask_costs_a_byte_an_entry_and_its_bias_two_in_each_layer():
 
 
 def test_everything_but_weights_gradients_and_optimizer_states_is_gone_after_a_step():
-    recorder = _trace(optimizer="fused", steps=2)
+    recorder = _trace(optimizer="adamw_torch_fused", steps=2)
     left = [s for s in recorder.storages if s.died is None and s.step == 2 and s.size_bytes > 64]
     assert left == []
 

@@ -11,7 +11,7 @@ from dpofit.memory.job import Job
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.predict import Prediction
 from dpofit.memory.spec import BF16, FP32
-from dpofit.memory.states import adam_bytes, base_weight_bytes, quantized_layer_bytes
+from dpofit.memory.states import base_weight_bytes, quantized_layer_bytes
 from dpofit.memory.zero import zero_sizes
 from dpofit.units import format_gib
 
@@ -65,10 +65,9 @@ def _gpu_sum(job: Job, name: str, size_bytes: int, phase: str) -> str:
         return f"{parameters} x {BF16} B{shard}: the frozen copy DPO compares with"
     if name == "optimizer":
         share = f"{job.trained_parameters:,} trained" + (f" / {n} ranks" if job.zero_stage else "")
-        gpu_bytes, _ = adam_bytes(job, 1_000_000)
-        states = gpu_bytes / 1e6
         master = 0 if job.recipe.zero is None else FP32
-        return f"{share} x ({master} B master + {states:g} B Adam)"
+        kept = size_bytes / max(job.trained_parameters / (n if job.zero_stage else 1), 1) - master
+        return f"{share} x ({master} B master + {kept:.3g} B moments)"
     if name == "checkpoints":
         rows = f"{spec.rows} rows x {spec.tokens_per_row:,} tokens x {model.hidden_size:,}"
         return f"{model.layers} layers x {rows} x {spec.residual_bytes} B, and the layer input in hand"

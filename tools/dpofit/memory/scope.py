@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dpofit.errors import BadInput, Problem
+from dpofit.memory.optimizers import OPTIMIZERS
 from dpofit.models.shape import ModelShape
 from dpofit.recipe.recipe import Recipe
 
 STAGES = ("dpo", "sft")
 FINETUNING = ("full", "lora")
 LARGEST = 100_000  # batch or rank; more is a slip of the keyboard
-OPTIMIZERS = (
-    "adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit",
-    "paged_adamw",
-)  # fmt: skip
 
 
 def check_scope(recipe: Recipe, model: ModelShape) -> None:
@@ -36,6 +33,14 @@ def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
         "finetuning_type": (
             recipe.finetuning not in FINETUNING, recipe.finetuning, f"Modelled: {', '.join(FINETUNING)}"),
         "optim": (recipe.optim not in OPTIMIZERS, recipe.optim, f"Modelled: {', '.join(OPTIMIZERS)}"),
+        "use_galore": (
+            recipe.low_rank is not None and recipe.low_rank.kind == "galore", "GaLore", "optim=adafactor is modelled"),
+        "use_apollo": (
+            recipe.low_rank is not None and recipe.low_rank.kind == "apollo", "APOLLO", "optim=adafactor is modelled"),
+        "use_badam": (recipe.badam is not None, "BAdam", "Leave it out"),
+        "use_adam_mini": (recipe.use_adam_mini, "Adam-mini", "optim=lion_32bit is modelled"),
+        "use_muon": (recipe.use_muon, "Muon", "Leave it out"),
+        "shift_attn": (recipe.shift_attn, "shifted sparse attention", "Leave it out"),
         "quantization_bit": (
             recipe.quantization_bit not in (None, 4) or (
                 recipe.quantization_bit == 4 and recipe.quantization_method != "bnb"),
@@ -72,6 +77,7 @@ def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
             gaps.append(("quantization_bit", "a quantized base under ZeRO-3", "Modelled: without DeepSpeed, ZeRO-1/2"))
     if recipe.long_context:
         gaps.append(("long_context", ", ".join(sorted(recipe.long_context)), "Turn them off: --long-context off"))
-    if recipe.optim.endswith("8bit") and zero is not None and zero.offload_optimizer == "cpu":
-        gaps.append(("optim", f"{recipe.optim} with an offloaded optimizer", "adamw_torch is (DeepSpeed's CPUAdam)"))
+    if recipe.optim == "adagrad" and zero is not None and zero.offload_optimizer == "cpu":
+        # deepspeed 0.18.4 engine.py:1497-1502 raises ZeRORuntimeException for all but CPUAdam and CPULion
+        gaps.append(("optim", "adagrad with an offloaded optimizer, which DeepSpeed refuses", "Set optim: adamw_torch"))
     return gaps + [(key, key, "Leave it at its default") for key in recipe.unmodelled]

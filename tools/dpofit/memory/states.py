@@ -8,19 +8,19 @@ llamafactory 0.9.5 model/adapter.py:316-346; bitsandbytes nn/modules.py (4-bit),
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dpofit.memory.job import Job
+from dpofit.memory.optimizers import offloaded_states, update_of
 from dpofit.memory.program import Space
 from dpofit.memory.spec import BF16, FP32
-from dpofit.memory.tensors import largest_tensor, parameter_tensors, trained_tensors
+from dpofit.memory.tensors import Tensor, largest_tensor, parameter_tensors, trained_tensors
 from dpofit.memory.zero import ZeroSizes
 
 # bitsandbytes functional.py quantize_4bit: one fp32 absmax per 64 weights; double quantization stores it in 8 bits
 # with one fp32 per 256 of them (create 8-bit blockwise) and a 256-entry code book.
 NF4_BLOCK, NESTED_BLOCK = 64, 256
-# bitsandbytes optim/optimizer.py: 8-bit states keep one fp32 absmax per 256 elements; below 4,096 elements fp32.
-OPTIM8_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,27 @@ def base_weight_bytes(job: Job) -> int:
     return model.layers * quantized_layer_bytes(job) + embeddings * BF16
 
 
-def adam_bytes(job: Job, elements: int) -> tuple[int, int]:
-    """Optimizer state bytes for `elements` trained elements, as (on the GPU, in managed memory that can leave it)."""
-    optim = job.recipe.optim
-    element_bytes = FP32 if job.recipe.zero is not None else job.trained_bytes
-    state_bytes = 2 * element_bytes * elements
-    if "8bit" in optim:
-        embeddings = 0
-        if job.full and job.recipe.zero is None:  # embeddings keep 32-bit states (transformers trainer_optimizer.py)
-            embeddings = min(elements, job.model.embedding_parameters)
-        state_bytes = math.ceil(2 * (elements - embeddings) * (1 + FP32 / OPTIM8_BLOCK)) + 2 * FP32 * embeddings
-    if "paged" in optim:
-        return 0, state_bytes
-    return state_bytes, 0
+def moments(job: Job, tensors: Iterable[Tensor], element_bytes: int) -> list[State]:
+    """What the optimizer keeps from its first step on: on the GPU, and in managed memory that can leave it."""
+    sizes: list[int] = []
+    managed = 0
+    for tensor in tensors:
+        update = update_of(job.recipe, tensor, element_bytes)
+        sizes += update.kept * tensor.times
+        managed += update.managed * tensor.times
+    return [
+        State("moments", sum(sizes), "optimizer", blocks=max(len(sizes), 1)),
+        State("moments_paged", managed, "optimizer", "host_pageable"),
+    ]
+
+
+def flat_weights(job: Job, sizes: ZeroSizes) -> list[Tensor]:
+    """The trained weights as DeepSpeed hands them to the optimizer: this rank's share, at stage 3 cut in sub-groups."""
+    share = math.ceil(job.trained_parameters / job.world_size)
+    group = min(share, sizes.sub_group) if job.zero_stage == 3 else share
+    whole, rest = divmod(share, max(group, 1))
+    found = [Tensor("flat", (group,), whole)]
+    return [*found, Tensor("flat", (rest,), 1)] if rest else found
 
 
 def weight_states(job: Job) -> list[State]:
@@ -106,23 +114,18 @@ def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
     zero, world = job.recipe.zero, job.world_size
     trained = job.trained_parameters
     if zero is None:
-        gpu, managed = adam_bytes(job, trained)
-        states = [
-            State("adam", gpu, "optimizer", blocks=2 * trained_tensors(job)),
-            State("adam_paged", managed, "optimizer", "host_pageable"),
-        ]
+        states = moments(job, trained_tensors(job), job.trained_bytes)
         if world > 1:  # DDP's buckets (torch/csrc/distributed/c10d/reducer.cpp; gradient_as_bucket_view is off)
             states.append(State("ddp_buckets", trained * job.trained_bytes, "gradients"))
         return states
     assert sizes is not None
     share = math.ceil(trained / world)
-    gpu, managed = adam_bytes(job, share)
     if zero.offload_optimizer == "cpu":
         subgroups = math.ceil(share / sizes.sub_group)
         pinned: Space = "host_pinned" if zero.optimizer_pin_memory else "host_pageable"
         states = [
             State("master", share * FP32, "optimizer", "host_pageable" if zero.stage == 3 else pinned),
-            State("adam", 2 * FP32 * share, "optimizer", "host_pageable"),
+            State("moments", offloaded_states(job.recipe) * FP32 * share, "optimizer", "host_pageable"),
             State("grads_fp32", share * FP32, "gradients", pinned, subgroups),
         ]
         if zero.stage < 3:  # temp_grad_buffer_for_gpu_offload and its pinned twin, stage_1_and_2.py:540-550
@@ -135,8 +138,7 @@ def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
         subgroups = math.ceil(share / sizes.sub_group) if zero.stage == 3 else 1
         states = [
             State("master", share * FP32, "optimizer", blocks=subgroups),
-            State("adam", gpu, "optimizer", blocks=2 * subgroups),
-            State("adam_paged", managed, "optimizer", "host_pageable"),
+            *moments(job, flat_weights(job, sizes), FP32),
         ]
         if zero.stage == 3:
             states.append(State("grad_partition", share * sizes.gradient_bytes, "gradients"))

@@ -92,10 +92,10 @@ def _load(job: Job) -> Items:
 
 
 def _optimizer_split(job: Job, sizes: ZeroSizes | None) -> tuple[list[State], list[State]]:
-    """(at init, at the first optimizer step): Adam's moments are made when first used."""
+    """(at init, at the first optimizer step): the optimizer's moments are made when first used."""
     states = optimizer_states(job, sizes)
-    lazy = [state for state in states if state.tag.startswith("adam")]
-    return [state for state in states if not state.tag.startswith("adam")], lazy
+    lazy = [state for state in states if state.tag.startswith("moments")]
+    return [state for state in states if not state.tag.startswith("moments")], lazy
 
 
 def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
@@ -169,10 +169,11 @@ def _step(
     phases.append(Phase("backward", step, tuple(with_buckets(laid["backward"], buffers, one_bucket))))
     if job.recipe.gradient_accumulation > 1 and gradients_stay:
         phases.append(Phase("accumulate", step, tuple(_accumulate(parts))))
-    items = optimizer_update(job, sizes, appearing)
-    items += [end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
-    if job.zero_stage == 3 and sizes is not None:
+    items: Items = []
+    if job.zero_stage == 3 and sizes is not None:  # step() partitions all parameters first, stage3.py:2187
         items += [end(event) for event in kept_gathered(job, sizes)]
+    items += optimizer_update(job, sizes, appearing)
+    items += [end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
     if gradients_stay:
         items += zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))

@@ -39,7 +39,7 @@ def parameters_of(job: Job) -> list[Tensor]:
     return found
 
 
-def trained(job: Job) -> list[Tensor]:
+def trained_tensors(job: Job) -> list[Tensor]:
     """Every trained parameter: all, or two matrices of an adapter at each target."""
     if job.full:
         return parameters_of(job)
@@ -57,14 +57,9 @@ def parameter_tensors(job: Job) -> int:
     return sum(tensor.times for tensor in parameters_of(job))
 
 
-def trained_tensors(job: Job) -> int:
-    """How many tensors are trained."""
-    return sum(tensor.times for tensor in trained(job))
-
-
 def largest_tensor(job: Job) -> int:
     """Elements of the largest trained tensor."""
-    return max((tensor.elements for tensor in trained(job)), default=0)
+    return max((tensor.elements for tensor in trained_tensors(job)), default=0)
 
 
 def partition_gradients(job: Job) -> int:

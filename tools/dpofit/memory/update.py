@@ -6,13 +6,14 @@ import math
 
 from dpofit.memory.head import LOGITS_GRADIENT
 from dpofit.memory.job import Job
+from dpofit.memory.optimizers import copies_of_all, update_of
 from dpofit.memory.parts import Part
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16, FP32
-from dpofit.memory.states import State
+from dpofit.memory.states import State, flat_weights
 from dpofit.memory.tape import Mark
-from dpofit.memory.tensors import largest_tensor, partition_gradients, trained_tensors
+from dpofit.memory.tensors import Tensor, largest_tensor, partition_gradients, trained_tensors
 from dpofit.memory.zero import ZeroSizes
 
 Items = list[Event | Repeat]
@@ -94,30 +95,33 @@ def with_buckets(backward: Items, buffers: list[Event], one_bucket: bool) -> Ite
 def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -> Items:
     """Temporaries of the step: fp32 gradients of a group, then what the optimizer itself needs."""
     items: Items = list(allocate(appearing))
-    foreach = job.recipe.optim == "adamw_torch"
-    trained = job.trained_parameters
     zero = job.recipe.zero
     if zero is None:
-        if foreach:  # torch/optim/adamw.py _multi_tensor_adamw: exp_avg_sq_sqrt of all parameters at once
-            size_bytes = trained * job.trained_bytes
-            square_roots = allocate([State("foreach", size_bytes, "optimizer_workspace", blocks=trained_tensors(job))])
-            items += [*square_roots, *map(end, square_roots)]
-        return items
+        return items + _optimizer_temporaries(job, trained_tensors(job), job.trained_bytes)
     if zero.offload_optimizer == "cpu":
         return items
-    share = math.ceil(trained / job.world_size)
+    share = math.ceil(job.trained_parameters / job.world_size)
     assert sizes is not None
-    group = min(share, sizes.sub_group) if zero.stage == 3 else share
-    if zero.stage < 3:  # get_grad_norm_direct takes each gradient to float64 whole (stage_1_and_2.py:1859)
-        largest = largest_tensor(job)
-        items += comes_and_goes("grad_norm", min(largest, share) * 8, "optimizer_workspace")
-    flat = Event("flat_grads", group * BF16, "optimizer_workspace")
-    wide = Event("fp32_grads", group * FP32, "optimizer_workspace")
-    items += [flat, wide, flat._replace(size_bytes=-flat.size_bytes)]
-    if foreach:
-        items += comes_and_goes("foreach", group * FP32, "optimizer_workspace")
-    items.append(wide._replace(size_bytes=-wide.size_bytes))
-    return items
+    # get_grad_norm_direct takes each gradient, at stage 3 its partition, to float64 (stage_1_and_2.py:1859, stage3.py)
+    largest = largest_tensor(job)
+    normed = min(largest, share) if zero.stage < 3 else math.ceil(largest / job.world_size)
+    items += comes_and_goes("grad_norm", normed * 8, "optimizer_workspace")
+    group = flat_weights(job, sizes)[0]
+    flat = Event("flat_grads", group.elements * BF16, "optimizer_workspace")
+    wide = Event("fp32_grads", group.elements * FP32, "optimizer_workspace")
+    items += [flat, wide, end(flat)]
+    items += _optimizer_temporaries(job, [group._replace(times=1)], FP32)
+    return [*items, end(wide)]
+
+
+def _optimizer_temporaries(job: Job, tensors: list[Tensor], element_bytes: int) -> Items:
+    """Copies of all tensors at once, then the most that one tensor's update needs."""
+    count = sum(tensor.times for tensor in tensors)
+    one_copy = sum(tensor.elements * tensor.times for tensor in tensors) * element_bytes
+    size_bytes = copies_of_all(job.recipe) * one_copy
+    copies = allocate([State("foreach", size_bytes, "optimizer_workspace", blocks=count)])
+    largest = max((update_of(job.recipe, tensor, element_bytes).temporary for tensor in tensors), default=0)
+    return [*copies, *map(end, copies), *comes_and_goes("update", largest, "optimizer_workspace")]
 
 
 def zero_grad(parts: list[Part]) -> Items:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dpofit.recipe.environment import expandable_segments
 from dpofit.recipe.memory_keys import unmodelled_keys
-from dpofit.recipe.recipe import Recipe, ZeroConfig
+from dpofit.recipe.recipe import Badam, LowRank, Recipe, ZeroConfig
 from dpofit.recipe.run import Run
 from dpofit.recipe.settings import Settings
 
@@ -71,6 +71,12 @@ def build_recipe(
         liger=s.on("enable_liger_kernel"),
         flash_attn=s["flash_attn"],
         optim=s["optim"],
+        weight_decay=float(s.number("weight_decay")),
+        low_rank=_low_rank(s),
+        badam=Badam(s["badam_mode"], float(s.number("badam_update_ratio"))) if s.on("use_badam") else None,
+        use_adam_mini=s.on("use_adam_mini"),
+        use_muon=s.on("use_muon"),
+        shift_attn=s.on("shift_attn"),
         expandable_segments=expandable_segments(environment),
         torch_empty_cache_steps=s["torch_empty_cache_steps"],
         save_only_model=s.on("save_only_model"),
@@ -78,6 +84,17 @@ def build_recipe(
         saves=s["save_strategy"] != "no",
         unmodelled=(*unmodelled_keys(s), *unmodelled_deepspeed),
     )
+
+
+def _low_rank(s: Settings) -> LowRank | None:
+    """GaLore's or APOLLO's settings; a random projection is APOLLO's alone."""
+    for kind, random in (("galore", False), ("apollo", s["apollo_proj"] == "random")):
+        if s.on(f"use_{kind}"):
+            return LowRank(
+                kind, s[f"{kind}_rank"], s.names(f"{kind}_target"), s[f"{kind}_proj_type"], random,
+                s.on(f"{kind}_layerwise"),
+            )  # fmt: skip
+    return None
 
 
 def gradient_checkpointing(s: Settings) -> tuple[bool, bool, bool]:

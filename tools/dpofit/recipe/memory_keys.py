@@ -16,6 +16,9 @@ TYPED = words(
     upcast_layernorm upcast_lmhead_output disable_gradient_checkpointing use_reentrant_gc
     gradient_checkpointing gradient_checkpointing_kwargs use_unsloth use_unsloth_gc enable_liger_kernel
     flash_attn optim torch_empty_cache_steps save_only_model save_total_limit save_strategy
+    weight_decay use_galore galore_target galore_rank galore_proj_type galore_layerwise
+    use_apollo apollo_target apollo_rank apollo_proj apollo_proj_type apollo_layerwise
+    use_badam badam_mode badam_update_ratio use_adam_mini use_muon shift_attn
     """
 )
 
@@ -34,7 +37,7 @@ HARMLESS: dict[str, str] = {
         swanlab_lark_secret swanlab_lark_webhook_url swanlab_logdir swanlab_mode swanlab_project swanlab_run_name
         swanlab_workspace""",
     "numbers of the optimizer and the schedule, not its tensors": """
-        learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm num_train_epochs max_steps
+        learning_rate adam_beta1 adam_beta2 adam_epsilon max_grad_norm num_train_epochs max_steps
         lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps loraplus_lr_ratio loraplus_lr_embedding
         early_stopping_steps""",
     "scalars of the loss": """

@@ -39,6 +39,26 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """use_galore or use_apollo: moments of gradients projected to `rank`. Of one process, without DeepSpeed."""
+
+    kind: str  # galore, apollo
+    rank: int
+    targets: tuple[str, ...]  # pieces of module names; `all` is every linear layer but the head
+    projection: str  # std, reverse_std, right, left, full
+    random: bool  # apollo_proj: a random matrix, else singular vectors
+    layerwise: bool  # updated inside backward, each gradient freed at once
+
+
+@dataclass(frozen=True, slots=True)
+class Badam:
+    """use_badam: a block of layers at a time (layer), or a share of each matrix (ratio)."""
+
+    mode: str  # layer, ratio
+    update_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """A LLaMA-Factory run as its own parser would see it, defaults filled in.
 
@@ -104,6 +124,12 @@ class Recipe:
     liger: bool = False  # enable_liger_kernel
     flash_attn: str = "auto"  # auto, disabled (eager), sdpa, fa2, fa3
     optim: str = "adamw_torch"
+    weight_decay: float = 0.0
+    low_rank: LowRank | None = None
+    badam: Badam | None = None
+    use_adam_mini: bool = False
+    use_muon: bool = False
+    shift_attn: bool = False
     expandable_segments: bool | None = None  # None: what LLaMA-Factory's launcher does (True unless OPTIM_TORCH=0)
     torch_empty_cache_steps: int | None = None
 

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--deepspeed", help="a DeepSpeed JSON file")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--optimizer", default="fused", help="fused, foreach, or none")
+    parser.add_argument("--optimizer", default="adamw_torch_fused", help="a name of the Trainer's, or none")
     parser.add_argument("--dump", action="store_true", help="every storage above --floor, in order of birth")
     parser.add_argument("--floor", type=int, default=1 << 20, help="smallest storage shown, bytes")
     return parser

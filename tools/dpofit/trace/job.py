@@ -9,6 +9,7 @@ from dpofit.errors import BadInput, Problem
 from dpofit.memory.job import Job
 from dpofit.memory.program import Event, Phase, Program, Space
 from dpofit.recipe.recipe import Recipe, ZeroConfig
+from dpofit.trace.optimizers import TRACED
 from dpofit.trace.request import Attention, Checkpointing, TraceRequest
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def request_of(job: Job) -> TraceRequest:
         padding=job.lengths.padded,
         micro_batches=min(recipe.gradient_accumulation, 2),  # the third is like the second
         steps=STEPS,
-        optimizer="fused" if recipe.optim == "adamw_torch_fused" else "foreach",
+        optimizer=recipe.optim,
+        weight_decay=recipe.weight_decay,
         world_size=job.world_size,
         deepspeed=_deepspeed(recipe.zero) if recipe.zero else {},
         transformers=_major_minor(job.stack.transformers),
@@ -107,12 +109,7 @@ def _unsupported(job: Job) -> list[Problem]:
         (recipe.stage not in ("dpo", "sft"), "stage", recipe.stage, "dpo, sft"),
         (recipe.finetuning not in ("full", "lora"), "finetuning_type", recipe.finetuning, "full, lora"),
         (recipe.quantization_bit is not None, "quantization_bit", recipe.quantization_bit, "unset"),
-        (
-            recipe.optim not in ("adamw_torch", "adamw_torch_fused"),
-            "optim",
-            recipe.optim,
-            "adamw_torch, adamw_torch_fused",
-        ),
+        (recipe.optim not in TRACED, "optim", recipe.optim, ", ".join(TRACED)),
         (recipe.flash_attn not in _ATTENTION, "flash_attn", recipe.flash_attn, ", ".join(_ATTENTION)),
         (recipe.fp16, "fp16", True, "bf16 or pure_bf16"),
         (recipe.use_unsloth, "use_unsloth", True, "false"),

@@ -45,7 +45,8 @@ class TraceRequest:
     ld_alpha: float | None = None
     micro_batches: int = 1  # gradient accumulation steps
     steps: int = 1
-    optimizer: str = "fused"  # AdamW: fused (transformers 5), foreach (4.x), or "" for no optimizer step
+    optimizer: str = "adamw_torch_fused"  # the Trainer's name; "" for no optimizer step
+    weight_decay: float = 0.0
     world_size: int = 1
     deepspeed: dict[str, Any] = field(default_factory=dict, hash=False)  # the JSON; empty is none
     transformers: tuple[int, int] = (5, 5)  # whose loss and attention code; older ones replace the installed one's

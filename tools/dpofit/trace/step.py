@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dpofit.trace import kernels, zero
 from dpofit.trace.build import arguments, build_model, cuda_semantics
 from dpofit.trace.device import GPU
+from dpofit.trace.optimizers import make_optimizer
 from dpofit.trace.request import Precision, TraceRequest
 from dpofit.trace.storages import Recorder, StorageMode
 
@@ -154,21 +155,6 @@ def _filled(request: TraceRequest) -> dict[str, Any]:
     return values
 
 
-def _optimizer(request: TraceRequest, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Trainer.create_optimizer: two groups, with and without weight decay."""
-    from transformers import Trainer
-
-    decay = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    groups = [
-        {"params": [param for name, param in trainable if name in decay], "weight_decay": 0.0},
-        {"params": [param for name, param in trainable if name not in decay], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=1e-6, fused=request.optimizer == "fused", foreach=request.optimizer == "foreach"
-    )
-
-
 def make_trainer(request: TraceRequest, model: torch.nn.Module, reference: torch.nn.Module | None) -> tuple[Any, Any]:
     """(trainer, optimizer). The trainer holds what its loss path reads: its `__init__` would want datasets."""
     from llamafactory.train.dpo.trainer import CustomDPOTrainer
@@ -178,7 +164,7 @@ def make_trainer(request: TraceRequest, model: torch.nn.Module, reference: torch
 
     _, finetuning_args = arguments(request)
     accelerator = _accelerator(request)
-    optimizer = _optimizer(request, model) if request.optimizer else None
+    optimizer = make_optimizer(request, model) if request.optimizer else None
     if request.deepspeed:
         zero.already_placed(model)
         if reference is not None:
