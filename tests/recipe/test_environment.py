@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from dpofit.errors import BadInput
+from dpofit.recipe.check import check_recipe
 from dpofit.recipe.load import load_recipe
 
 ON = "expandable_segments:True"
@@ -65,3 +66,19 @@ def test_dpofit_yaml_may_set_only_allowed_variables_and_all_problems_are_told(ru
         f"{where}:1: env.PATH: may not be set here. Export it in the shell.",
         f"{where}:1: env.NCCL_DEBUG: has no single value. Give text or a number.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "refused"),
+    [
+        ("expandable_segments:True,max_split_size_mb:128", []),
+        ("roundup_power2_divisions:[256:1,512:2,>:8],expandable_segments:True", []),
+        ("expandable_segment:True", ["expandable_segment:True"]),
+        ("expandable_segments:true,garbage", ["expandable_segments:true", "garbage"]),
+        ("expandable_segments=True", ["expandable_segments=True"]),
+    ],
+)
+def test_allocator_settings_that_torch_would_refuse_are_named(write, setting, refused):
+    found = check_recipe(write(), (), {"PYTORCH_CUDA_ALLOC_CONF": setting})
+    said = [finding.title for finding in found if finding.id == "config.allocator-setting"]
+    assert said == [f"PYTORCH_CUDA_ALLOC_CONF says {text!r}" for text in refused]

@@ -8,19 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dpofit.recipe.allocator_conf import ALLOCATOR_VARIABLES, allocator_issues
 from dpofit.recipe.catalogue import card_environment
 from dpofit.recipe.issue import Issue
 from dpofit.recipe.long_context import RUN_FILE, RUN_KEY, VARIABLE
 from dpofit.recipe.yaml_file import read_document
 
 ALLOWED = re.compile(r"(?:NCCL|PYTORCH|TORCH|CUDA|DS|DPOFIT)_[A-Z0-9_]+|OMP_NUM_THREADS|OPTIM_TORCH")
-# torch reads PYTORCH_ALLOC_CONF first, the older name after it (c10/core/AllocatorConfig.cpp); some releases read
-# only the older one (pytorch#183387).
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def run_environment(recipe: Path, process: Mapping[str, str]) -> tuple[dict[str, str], list[Issue]]:
-    """Variables that matter to a run of this recipe, later sources winning; issues with the run folder's own.
+    """Variables that matter to a run of this recipe, later sources winning; what is wrong with them.
 
     DPOFIT_LONG_CONTEXT is left out: it is one of the sources of Recipe.long_context (long_context.py).
     """
@@ -33,7 +31,7 @@ def run_environment(recipe: Path, process: Mapping[str, str]) -> tuple[dict[str,
             for name in ALLOCATOR_VARIABLES:
                 merged.pop(name, None)
         merged.update(source)
-    return merged, issues
+    return merged, [*issues, *allocator_issues(merged)]
 
 
 def expandable_segments(environment: Mapping[str, str]) -> bool | None:

@@ -179,6 +179,10 @@ KINDS: dict[str, Kind] = {
         "`use_liger_kernel` is transformers' own switch with its own defaults; LLaMA-Factory's is "
         "`enable_liger_kernel`, and both together patch the model twice."
     ),
+    "config.allocator-setting": _warning(
+        "torch refuses an allocator setting it does not know (\"Unrecognized key\") when a rank first uses the GPU; "
+        "names differ between releases."
+    ),
     "config.eval-batch-default": _warning(
         "`per_device_eval_batch_size` defaults to 8, which in dpo is 16 rows of fp32 logits: training fits "
         "and the first evaluation runs out of memory."
