@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from dpofit.errors import BadInput
+from dpofit.launch.smoke_plan import smoke_plan
 from dpofit.recipe.catalogue import recipe_files
+from dpofit.recipe.load import read_recipe
 from tests.launch.runs import dpofit, environment, write_run
 
 pytestmark = pytest.mark.stack
@@ -20,6 +23,7 @@ CLASSES = {
     "full, ZeRO-3": ("qwen2.5-72b-dpo/full-z3",),
     "offload, unsloth gc, Liger": ("qwen2.5-72b-dpo/full-z3-offload-liger-unsloth-gc",),
     "ZeRO-2": ("qwen2.5-7b-dpo/full-z2",),
+    "QLoRA": ("qwen2.5-7b-dpo/qlora-1gpu",),
     "one GPU, no reference": ("qwen2.5-7b-dpo/lora-1gpu", "pref_loss=orpo"),
 }
 if os.environ.get("DPOFIT_TEST_ALL"):
@@ -44,10 +48,6 @@ def smoke(*arguments: str, cwd: Path, **variables: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("arguments", CLASSES.values(), ids=CLASSES)
 def test_recipe_trains_saves_and_resumes(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    import importlib.util
-
-    if "qlora" in arguments[0] and importlib.util.find_spec("bitsandbytes") is None:
-        pytest.skip("QLoRA needs bitsandbytes")
     report = smoke(*arguments, cwd=tmp_path)
     assert [check for check in report["checks"] if check["ok"] is False] == []
     assert (report["exit"], report["ok"], report["outcome"]["cause"]) == (0, True, "finished")
@@ -87,13 +87,10 @@ def test_a_recipe_that_cannot_train_fails_with_its_reason(tmp_path: Path) -> Non
 
 
 def test_qlora_without_bitsandbytes_is_refused_by_name(tmp_path: Path) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        pytest.skip("bitsandbytes is installed")
-    done = dpofit("launch", "qwen2.5-7b-dpo/qlora-1gpu", "--smoke", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "quantization_bit: needs bitsandbytes, which is not installed here" in done.stderr
+    read = read_recipe("qwen2.5-7b-dpo/qlora-1gpu")
+    assert read.recipe is not None
+    with pytest.raises(BadInput, match="quantization_bit: needs bitsandbytes, which is not installed here"):
+        smoke_plan(read.recipe, None, tmp_path, gpus=0, bitsandbytes=False)
 
 
 def _tree(folder: Path) -> dict[str, str]:
