@@ -60,6 +60,7 @@ class Point:
     pairs: int = 1
     tokens: int = 2048
     optim: str = "adamw_torch_fused"
+    recipe: tuple[tuple[str, Any], ...] = ()  # further fields of the Recipe
 
     def job(self) -> Job:
         recipe = Recipe(
@@ -67,7 +68,7 @@ class Point:
             finetuning=self.finetuning, zero=ZERO[self.zero], micro_batch=self.pairs, cutoff_len=self.tokens,
             pref_loss=self.pref_loss, bf16=not self.pure_bf16, pure_bf16=self.pure_bf16,
             gradient_checkpointing=self.checkpointing != "none", use_unsloth_gc=self.checkpointing == "unsloth",
-            liger=self.liger, flash_attn=self.attention, optim=self.optim,
+            liger=self.liger, flash_attn=self.attention, optim=self.optim, **dict(self.recipe),
         )  # fmt: skip
         shape = find_model(self.model)
         world = 1 if self.zero == "none" else 8
@@ -99,6 +100,23 @@ def grid() -> Iterator[Point]:
             for liger in (False, True):
                 yield Point(model, finetuning=finetuning, zero=zero, liger=liger)
         yield Point(model, finetuning=finetuning, pure_bf16=True, optim="adamw_torch")
+        yield from knobs(model, finetuning)
+
+
+def knobs(model: str, finetuning: str) -> Iterator[Point]:
+    """Keys of their own that say what is trained."""
+    if finetuning == "full":
+        for layers, modules, extra in (
+            (2, ("all",), ()), (-1, ("all",), ()), (2, ("mlp",), ("norm",)), (1, ("all",), ("embed_tokens",)),
+        ):  # fmt: skip
+            freeze = (("freeze_layers", layers), ("freeze_modules", modules), ("freeze_extra", extra))
+            for zero, checkpointing in (
+                ("none", "reentrant"),
+                ("none", "none"),
+                ("z2", "reentrant"),
+                ("z3", "unsloth"),
+            ):
+                yield Point(model, finetuning="freeze", zero=zero, checkpointing=checkpointing, recipe=freeze)
 
 
 def compare(point: Point) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_foreach_adamw_needs_a_temporary_that_fused_does_not():
 
 REFUSED = {
     "stage": {"stage": "ppo"},
-    "finetuning_type": {"finetuning": "freeze"},
+    "finetuning_type": {"finetuning": "oft"},
     "optim": {"optim": "galore_adamw"},
     "quantization_bit": {"quantization_bit": 8, "finetuning": "lora"},
     "use_dora": {"use_dora": True, "finetuning": "lora"},

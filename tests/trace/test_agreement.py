@@ -20,6 +20,15 @@ POINTS = {
     "ZeRO-3, offloaded": {"zero": "z3_offload"},
     "ZeRO-3, Adafactor": {"zero": "z3", "optim": "adafactor"},
     "ZeRO-3, adapters": {"zero": "z3", "finetuning": "lora"},
+    "freeze: MLPs of the first layers and every norm": {
+        "finetuning": "freeze",
+        "recipe": (("freeze_layers", -2), ("freeze_modules", ("mlp",)), ("freeze_extra", ("norm",))),
+    },
+    "freeze under ZeRO-3: the first layer, others without checkpoints": {
+        "finetuning": "freeze",
+        "zero": "z3",
+        "recipe": (("freeze_layers", -1),),
+    },
 }
 
 

@@ -6,6 +6,7 @@ ops/rope.py; the attention kernels as cited. Sizes are bytes.
 
 from __future__ import annotations
 
+from dpofit.memory.shared import shared_attention
 from dpofit.memory.spec import BF16, FP32, LayerSpec
 from dpofit.memory.tape import Storage, Tape, Value
 
@@ -57,6 +58,8 @@ class AttentionOps:
 
     def attention(self, q: Value, k: Value, v: Value, mask: Storage | None) -> Value:
         kind = self.spec.attention
+        if self.spec.shared is not None:
+            return shared_attention(self.spec, self.tape, self.spec.shared, q, k, v)
         if kind == "eager":
             return self._eager_attention(q, k, v)
         if kind == "efficient":
@@ -73,7 +76,7 @@ class AttentionOps:
                 packed = tape.new(f"attention.unpad_{name}", x.storage.size_bytes, "activations")
                 tape.drop(x.storage)
                 x.storage = packed
-        out = Value(tape.new("attention.out", spec.query, "activations"), q.needs_grad)
+        out = Value(tape.new("attention.out", spec.query, "activations"), _any_needs_grad(q, k, v))
         lse = tape.new("attention.lse", spec.tokens * model.heads * FP32, "activations")
         kernel_out = tape.hold(out.storage)
 
@@ -129,7 +132,7 @@ class AttentionOps:
             )
             tape.drop(bias)
             bias = padded
-        out = Value(tape.new("attention.out", spec.query, "activations"), q.needs_grad)
+        out = Value(tape.new("attention.out", spec.query, "activations"), _any_needs_grad(q, k, v))
         lse = tape.new("attention.lse", spec.tokens * model.heads * FP32, "activations")
 
         def backward(grad: Storage) -> None:
@@ -161,7 +164,7 @@ class AttentionOps:
         tape.drop(wide)
         weights = tape.new("attention.weights", scores * BF16, "attention_scores")
         tape.drop(masked)
-        out = Value(tape.new("attention.out", spec.query, "activations"), q.needs_grad)
+        out = Value(tape.new("attention.out", spec.query, "activations"), _any_needs_grad(q, k, v))
 
         def backward(grad: Storage) -> None:
             dv = tape.new("attention.dv_wide", spec.query, "activation_grads")
@@ -186,3 +189,7 @@ class AttentionOps:
             tape.drop(weights)  # else dropped where the matmul with v lets go of it
         tape.drop(k_wide, v_wide, softmax, q.storage, k.storage, v.storage)
         return out
+
+
+def _any_needs_grad(*values: Value) -> bool:
+    return any(value.needs_grad for value in values)

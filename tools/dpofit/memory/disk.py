@@ -23,8 +23,8 @@ def disk_use(job: Job) -> DiskUse:
     """ZeRO-3: 12 B of optimizer a trained parameter and 2 B of weights; ZeRO-1/2 add the module's own 2 B."""
     recipe, trained = job.recipe, job.trained_parameters
     if not recipe.saves:
-        return DiskUse(0, 0, 0, job.model.parameters * BF16 if job.full else trained * job.trained_bytes)
-    weights = (job.model.parameters if job.full else trained) * job.trained_bytes
+        return DiskUse(0, 0, 0, trained * job.trained_bytes if job.adapters else job.model.parameters * BF16)
+    weights = trained * job.trained_bytes if job.adapters else job.model.parameters * job.trained_bytes
     if recipe.save_only_model:
         optimizer = 0
     elif recipe.zero is None:

@@ -58,9 +58,11 @@ def _gpu_sum(job: Job, name: str, size_bytes: int, phase: str) -> str:
     if name == "weights" and job.recipe.quantization_bit == 4:
         return f"{model.layers} layers x {quantized_layer_bytes(job):,} B in 4 bits, the rest in bf16, and adapters"
     if name == "weights":
+        own = job.own_trained_parameters
         width = FP32 if job.full and job.autocast else BF16
-        adapters = "" if job.full else f" + {job.trained_parameters:,} of adapters"
-        return f"{parameters}{adapters} x {width} B{shard}"
+        others = f", {own:,} of them {job.trained_bytes} B" if own and job.autocast and not job.full else ""
+        adapters = f" + {job.adapter_parameters:,} of adapters" if job.adapters else ""
+        return f"{parameters}{adapters} x {width} B{others}{shard}"
     if name == "reference":
         return f"{parameters} x {BF16} B{shard}: the frozen copy DPO compares with"
     if name == "optimizer":
@@ -100,7 +102,7 @@ def _host_sums(job: Job, breakdown: object, phase: str) -> list[Sum]:
     texts = {
         "processes": f"{ranks} ranks x {format_gib(PROCESS_BYTES)} of Python, torch and libraries, measured",
         "save_rank0": f"native save on rank 0: {job.model.parameters:,} parameters x {BF16} B",
-        "save": f"native save, every rank: {base_weight_bytes(job) if job.full else job.trained_parameters * 4:,} B",
+        "save": f"native save, every rank: {job.trained_parameters * 4 if job.adapters else base_weight_bytes(job):,} B",
         "optimizer": f"{ranks} ranks x {share:,} elements x 12 B (fp32 master, two moments)",
         "gradients": f"{ranks} ranks x {share:,} elements x 6 B (fp32 and bf16 gradients), pinned blocks rounded up",
         "weights": f"{ranks} ranks x bf16 shards in pinned blocks, each rounded to a power of two",

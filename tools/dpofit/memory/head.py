@@ -7,9 +7,10 @@ ATen/native/cuda/SoftMax.cu. `n` below is rows x tokens x vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpofit.memory.ops import Ops
+from dpofit.memory.shared import two_rows
 from dpofit.memory.spec import BF16, FP32, LayerSpec
 from dpofit.memory.tape import Storage, Tape, Value
 from dpofit.models.shape import Linear
@@ -44,24 +45,35 @@ def embed_backward(spec: LayerSpec, tape: Tape, tied_gradient: Storage | None) -
     table's hook fires too: gradient checkpointing makes its output require a gradient. The module's backward never
     ends for the hooks, since token ids have no gradient."""
     tape.mark("pre_backward", "embed_tokens")
-    if spec.weights_trained:
+    if "embed_tokens" in spec.trained:
         Ops(spec, tape).weight_gradient("embed_tokens", spec.model.embedding_parameters, computed_wide=True)
         tape.drop(tied_gradient)
 
 
-def logits(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadSpec) -> tuple[Value, Storage, list[Storage]]:
-    """Final norm and output head; lets go of `hidden`, whose name the norm's output takes over. Returns bf16 logits
-    (held), the normed hidden states (held), and a list that backward fills with a tied head's waiting gradient."""
-    ops, model = Ops(spec, tape), spec.model
-    normed = ops.rms_norm(hidden, "norm", model.hidden_size, spec.tokens)
+def final_states(spec: LayerSpec, tape: Tape, hidden: Value, collated_tokens: int) -> tuple[LayerSpec, Value]:
+    """The states that the head sees, held, and their shape: after the final norm, and under shared_prompt as the rows
+    of the batch, `collated_tokens` in all. Lets go of `hidden`, whose name the norm's output takes over."""
+    normed = Ops(spec, tape).rms_norm(hidden, "norm", spec.model.hidden_size, spec.tokens)
     tape.drop(hidden.storage)
+    if spec.shared is None:
+        return spec, normed
+    rows = 2 * spec.rows
+    outside = replace(spec, rows=rows, tokens_per_row=collated_tokens // rows, shared=None)
+    return outside, two_rows(spec, tape, spec.shared, normed, collated_tokens)
+
+
+def logits(spec: LayerSpec, tape: Tape, normed: Value, head: HeadSpec) -> tuple[Value, list[Storage]]:
+    """The output head. Returns bf16 logits (held), and a list that backward fills with a tied head's waiting
+    gradient."""
+    model = spec.model
     waiting: list[Storage] = []
     if not head.tied:
-        output = ops.base_linear(normed, Linear("lm_head", model.hidden_size, model.vocab_size, bias=False))
+        linear = Linear("lm_head", model.hidden_size, model.vocab_size, bias=False)
+        output = Ops(spec, tape).base_linear(normed, linear)
     else:
         output = _tied_head(spec, tape, normed, waiting)
     output.storage.category = LOGITS
-    return output, normed.storage, waiting
+    return output, waiting
 
 
 def _tied_head(spec: LayerSpec, tape: Tape, normed: Value, waiting: list[Storage]) -> Value:
@@ -209,12 +221,12 @@ def fused_causal_lm_loss(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadS
     grad_input.shift = model.layers  # Liger's RMSNorm writes the last layer's gradient over it
     weight_bytes = FP32 if spec.autocast else BF16
     grad_weight: Storage | None = None
-    if spec.weights_trained and tape.grad:
+    if name in spec.trained and tape.grad:
         grad_weight = tape.new("tied_grad", model.embedding_parameters * weight_bytes, "gradients")
         if not head.tied:
             grad_weight.tag = f"grad.{name}"
     # under autocast `grad_logits @ weight` caches a bf16 head; each chunk's `x @ weight.t()`, a view, makes another
-    cast_bytes = model.embedding_parameters * BF16 if spec.autocast and spec.weights_trained else 0
+    cast_bytes = model.embedding_parameters * BF16 if spec.wide(name) else 0
     weight_cast = tape.new("lm_head.weight_cast", cast_bytes, "autocast_cache")
     view_cast = tape.new("lm_head.weight_view_cast", cast_bytes, "autocast_cache")
     tape.temporary("logits.chunk", chunk_rows * model.vocab_size * BF16, LOGITS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dpofit.hardware.cluster import Cluster
-from dpofit.memory.spec import BF16, FP32, Attention, LayerSpec, Lora
+from dpofit.memory.bands import Band, Selection, Trained, bands, own_parameters, trained_modules
+from dpofit.memory.spec import BF16, FP32, Attention, LayerSpec, Lora, SharedRow
 from dpofit.models.shape import ModelShape
 from dpofit.recipe.recipe import Recipe, ZeroConfig
 
@@ -67,6 +68,10 @@ class Job:
     lengths: Lengths
     stack: Stack = PINNED
 
+    def on(self, piece: str) -> bool:
+        """Is a long-context piece on (recipe/long_context.py PIECES)?"""
+        return piece in self.recipe.long_context
+
     # who computes
     @property
     def world_size(self) -> int:
@@ -87,6 +92,26 @@ class Job:
         return self.recipe.finetuning == "full"
 
     @property
+    def adapters(self) -> bool:
+        return self.recipe.finetuning == "lora"
+
+    @property
+    def trained(self) -> Trained:
+        """The model's own modules whose weights are trained."""
+        return trained_modules(Selection.of(self.recipe), self.model)
+
+    @property
+    def bands(self) -> tuple[Band, ...]:
+        """The layers, grouped by how they compute."""
+        return bands(self.trained, self.adapters, self.recipe.gradient_checkpointing)
+
+    @property
+    def embedding_needs_grad(self) -> bool:
+        """The embedding's output requires a gradient when it leaves the module: it is trained, or PEFT's hook says so
+        (enable_input_require_grads). LLaMA-Factory's checkpointing says so only later."""
+        return "embed_tokens" in self.trained.outside or (self.adapters and self.recipe.gradient_checkpointing)
+
+    @property
     def preference(self) -> bool:
         return self.recipe.stage == "dpo"
 
@@ -95,9 +120,15 @@ class Job:
         return self.preference and self.recipe.pref_loss not in NO_REFERENCE
 
     @property
+    def reference_in_step(self) -> bool:
+        """The reference is asked in every step, not once before the first."""
+        return self.has_reference and not self.on("cached_reference")
+
+    @property
     def reference_copy(self) -> bool:
-        """A second whole model: full fine-tuning, or a ref_model named in the recipe."""
-        return self.has_reference and (self.full or self.recipe.ref_model is not None)
+        """A second whole model that stays, unless the policy's adapters can be switched off; or a ref_model named in
+        the recipe."""
+        return self.reference_in_step and (not self.adapters or self.recipe.ref_model is not None)
 
     @property
     def autocast(self) -> bool:
@@ -109,7 +140,7 @@ class Job:
         """Bytes of a trainable weight as the forward finds it: DeepSpeed makes all bf16; without it LLaMA-Factory
         upcasts (0.9.5 model/adapter.py:316-346) unless pure_bf16, and PEFT upcasts adapters even then (0.18.1
         get_peft_model autocast_adapter_dtype)."""
-        if self.recipe.zero is not None or (self.full and self.recipe.pure_bf16):
+        if self.recipe.zero is not None or (not self.adapters and self.recipe.pure_bf16):
             return BF16
         return FP32
 
@@ -129,7 +160,16 @@ class Job:
 
     @property
     def trained_parameters(self) -> int:
-        return self.model.parameters if self.full else self.model.layers * self.lora_parameters_per_layer
+        return self.own_trained_parameters + self.adapter_parameters
+
+    @property
+    def own_trained_parameters(self) -> int:
+        """Without adapters."""
+        return own_parameters(Selection.of(self.recipe), self.model)
+
+    @property
+    def adapter_parameters(self) -> int:
+        return self.model.layers * self.lora_parameters_per_layer if self.adapters else 0
 
     @property
     def liger(self) -> bool:
@@ -139,21 +179,53 @@ class Job:
     @property
     def fused_loss(self) -> bool:
         """Liger's fused linear cross-entropy replaces the loss; LLaMA-Factory turns it off when logits are needed."""
-        return self.liger and self.recipe.stage == "sft"
+        return self.liger and self.recipe.stage == "sft" and not self.on("answer_logps")
 
     # lengths
     @property
+    def shared(self) -> SharedRow | None:
+        """The row that a pair is laid out as under shared_prompt."""
+        lengths = self.lengths
+        if not self.on("shared_prompt"):
+            return None
+        return SharedRow(max(lengths.prompt, 1), max(lengths.chosen, 1), max(lengths.rejected, 1))
+
+    @property
     def rows(self) -> int:
-        return self.recipe.micro_batch * (2 if self.preference else 1)
+        """Rows that the layers compute in one micro-batch."""
+        return self.recipe.micro_batch * self._rows_of_one
 
     @property
     def eval_rows(self) -> int:
-        return self.recipe.eval_micro_batch * (2 if self.preference else 1)
+        return self.recipe.eval_micro_batch * self._rows_of_one
+
+    @property
+    def _rows_of_one(self) -> int:
+        return 2 if self.preference and not self.on("shared_prompt") else 1
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of each of these rows."""
+        return self.shared.tokens if self.shared else self.lengths.row_tokens
+
+    def collated_tokens(self, rows: int) -> int:
+        """Tokens of the batch as the collator makes it, padding included: two rows a pair."""
+        return rows * (2 if self.shared else 1) * self.lengths.row_tokens
+
+    def answer_tokens(self, rows: int) -> int:
+        """Positions in these rows that predict a label: an answer's tokens, its end included."""
+        lengths = self.lengths
+        if not self.preference:
+            return rows * max(lengths.chosen, lengths.rejected, 1)
+        pairs = rows if self.shared else rows // 2
+        return pairs * max(lengths.chosen + lengths.rejected, 2)
 
     @property
     def attention(self) -> Attention:
         """The kernel that runs: `auto` is transformers' default, sdpa; sdpa with a mask is the efficient kernel."""
         kind = self.recipe.flash_attn
+        if self.shared:
+            return "flash"  # two calls without a mask, whatever is padded
         if kind == "disabled":
             return "eager"
         if kind in ("fa2", "fa3"):
@@ -161,19 +233,23 @@ class Job:
         return "efficient" if self.lengths.padded else "flash"
 
     def layer_spec(self, rows: int, trained: bool) -> LayerSpec:
-        """How layers compute with `rows` rows; `trained` False for a frozen whole reference model."""
+        """How the model computes with `rows` rows outside its layers, and inside with `in_band`; `trained` False for a
+        frozen whole reference model."""
         lora = None
-        if trained and not self.full:
+        if trained and self.adapters:
             dropout = self.recipe.lora_dropout > 0 and not self.preference  # dpo/trainer.py disables dropout
             lora = Lora(self.recipe.lora_rank, self.lora_targets, self.trained_bytes, dropout)
         return LayerSpec(
             model=self.model,
             rows=rows,
-            tokens_per_row=self.lengths.row_tokens,
+            tokens_per_row=self.row_tokens,
             attention=self.attention,
             liger=self.liger,
-            weights_trained=trained and self.full,
+            trained=self.trained.outside if trained else frozenset(),
             autocast=self.autocast,
             lora=lora,
+            linears_save_inputs=self.zero_stage == 3,
             dequantized_bytes_per_weight=BF16 if self.recipe.quantization_bit == 4 and trained else 0,
+            shared=self.shared,
+            tiled=self.on("tiled_mlp"),
         )

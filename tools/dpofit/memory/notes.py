@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dpofit.memory.job import Job
 from dpofit.memory.predict import DEFAULT_MIX, Prediction
 from dpofit.recipe.notes import Note
 from dpofit.units import format_gib
+
+
+def calibration_note(job: Job) -> Note | None:
+    """What a calibrated cluster's own run changes of this job's prediction."""
+    own = job.cluster.calibration
+    if own is None:
+        return None
+    ranks = f"{own.world_size} rank{'s' * (own.world_size > 1)}"
+    return Note("calibrated", f"By {own.run} ({ranks}): {own.says(job.world_size)}.")
 
 
 def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
     """Ids are stable."""
     job, gpu, host = prediction.job, prediction.gpu, prediction.host
     recipe = job.recipe
-    notes = []
+    notes: list[Note] = []
 
     def note(identifier: str, text: str) -> None:
         notes.append(Note(identifier, text))
 
+    if calibrated := calibration_note(job):
+        notes.append(calibrated)
     if prediction.host_verdict is None:
         note(
             "host-not-checked", f"Host RAM is not known: {format_gib(host.peak_bytes)} a node are needed (--host-ram)."
@@ -30,7 +42,7 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
         note("allocator-retries", text)
     if not gpu.expandable:
         note("expandable-off", "expandable_segments is off: segments of shorter batches stay and fragment memory.")
-    if host.high_bytes > host.peak_bytes and recipe.saves and job.full and job.zero_stage == 3:
+    if host.high_bytes > host.peak_bytes and recipe.saves and not job.adapters and job.zero_stage == 3:
         text = (
             "DeepSpeed's native save can keep the last 16-bit model alive beside the new one; the high figure has both."
         )

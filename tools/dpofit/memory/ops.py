@@ -30,7 +30,7 @@ class Ops:
     def base_linear(self, x: Value, linear: Linear, on_weight_gradient: Callable[[], None] | None = None) -> Value:
         """A module's own weight, its bias too. `on_weight_gradient` takes the place of handing the gradient over."""
         spec, tape = self.spec, self.tape
-        trained = spec.weights_trained
+        trained = linear.name in spec.trained
         weight_count = linear.in_features * linear.out_features
         inputs = spec.tokens * linear.in_features
         tape.mark("pre", linear.name)
@@ -38,9 +38,7 @@ class Ops:
         if x.storage.size_bytes == inputs * FP32:
             # autocast casts the fp32 activation anew for every linear; the copy is what backward saves
             cast = tape.new(f"{linear.name}.cast", inputs * BF16, "activations")
-        weight_cast: Storage | None = None
-        if spec.autocast and trained:  # autocast casts an fp32 weight once and keeps the copy (autocast_mode.cpp)
-            weight_cast = tape.new(f"{linear.name}.weight_cast", weight_count * BF16, "autocast_cache")
+        weight_cast = self._weight_cast(linear.name, weight_count) if spec.wide(linear.name) else None
         if spec.dequantized_bytes_per_weight:
             dequantized = tape.new(f"{linear.name}.dequantized", weight_count * BF16, "workspace")
         out = tape.new(f"{linear.name}.out", spec.tokens * linear.out_features * BF16, "activations")
@@ -71,15 +69,23 @@ class Ops:
                     gradient = wide
                 tape.give(x, gradient)
 
-        saved = [source] if trained else []
+        saved = [source] if trained or spec.linears_save_inputs else []
         tape.node(y, [*saved, weight_cast] if weight_cast is not None else saved, backward, linear.name)
         tape.drop(cast)
-        if weight_cast is not None and tape.weight_casts is not None:
-            tape.weight_casts.append(weight_cast)
-        else:
-            tape.drop(weight_cast)
+        self._keep_weight_casts(weight_cast)
         tape.mark("post", linear.name)
         return y
+
+    def _weight_cast(self, module: str, elements: int) -> Storage:
+        """Autocast casts an fp32 weight once and keeps the copy to the end of the forward (autocast_mode.cpp)."""
+        return self.tape.new(f"{module}.weight_cast", elements * BF16, "autocast_cache")
+
+    def _keep_weight_casts(self, *casts: Storage | None) -> None:
+        for cast in casts:
+            if cast is not None and self.tape.weight_casts is not None:
+                self.tape.weight_casts.append(cast)
+            else:
+                self.tape.drop(cast)
 
     def _lora_linear(self, x: Value, linear: Linear, lora: Lora) -> Value:
         """peft tuners/lora/layer.py Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling."""
@@ -100,6 +106,10 @@ class Ops:
         if lora.dropout:
             dropped = tape.new(f"{name}.lora_dropout", inputs * width, "activations")
             mask = tape.new(f"{name}.lora_mask", inputs, "activations")
+        casts: list[Storage] = []
+        if upcast and spec.autocast:
+            casts = [self._weight_cast(f"{name}.lora_A", lora.rank * linear.in_features),
+                     self._weight_cast(f"{name}.lora_B", lora.rank * linear.out_features)]  # fmt: skip
         tape.mark("pre", f"{name}.lora_A")
         a = tape.new(f"{name}.lora_a", spec.tokens * lora.rank * width, "activations")
         tape.mark("post", f"{name}.lora_A")
@@ -148,7 +158,8 @@ class Ops:
             tape.give(base, base_grad)
 
         saved = [saved_in, a] if dropped is None else [mask, dropped, a]
-        tape.node(y, saved, backward)
+        tape.node(y, saved + casts, backward)
+        self._keep_weight_casts(*casts)
         tape.drop(saved_in if tape.grad else None, a, dropped)
         if lora.dropout:
             tape.drop(mask)
@@ -170,17 +181,18 @@ class Ops:
         if wide and not computed_wide:
             gradient = self.tape.new("wide_grad", elements * FP32, "gradients")
             self.tape.drop(narrow)
-        gradient.tag = f"grad.{module}"  # the parameter's own, whichever pass made it
-        self.tape.mark("grad", module, elements, elements * (FP32 if wide else BF16))
+        self.tape.weight_gradient(gradient, module, elements)
 
     # norms
     def rms_norm(self, x: Value, name: str, width: int, count: int) -> Value:
-        """RMSNorm over `count` rows of `width` elements; x is bf16, or the fp32 residual stream."""
+        """RMSNorm over `count` rows of `width` elements; x is bf16, or the fp32 residual stream. An fp32 weight makes
+        the output of bf16 rows fp32."""
         if self.spec.liger:
             return self._liger_rms_norm(x, name, width, count)
         tape, elements = self.tape, width * count
         wide_in = x.storage.size_bytes == elements * FP32
-        trained = self.spec.weights_trained
+        trained = name in self.spec.trained
+        wide_out = wide_in or self.spec.wide(name)
         tape.mark("pre", name)
         x32 = tape.hold(x.storage) if wide_in else tape.new(f"{name}.fp32", elements * FP32, "activations")
         square = tape.new(f"{name}.square", elements * FP32, "workspace")
@@ -188,17 +200,21 @@ class Ops:
         tape.drop(square)
         normed = tape.new(f"{name}.normed32", elements * FP32, "activations")
         low = tape.hold(normed) if wide_in else tape.new(f"{name}.normed", elements * BF16, "activations")
-        out = tape.new(f"{name}.out", elements * (FP32 if wide_in else BF16), "activations")
+        out = tape.new(f"{name}.out", elements * (FP32 if wide_out else BF16), "activations")
         y = Value(out, x.needs_grad or trained)
 
         def backward(grad: Storage) -> None:
-            low_grad = tape.new(f"{name}.grad_normed", low.size_bytes, "activation_grads")
+            low_grad = tape.new(f"{name}.grad_normed", out.size_bytes, "activation_grads")
             if trained:
-                tape.temporary(f"{name}.grad_weight", low.size_bytes)
-                self.weight_gradient(name, width, computed_wide=wide_in)
+                tape.temporary(f"{name}.grad_weight", out.size_bytes)
+                self.weight_gradient(name, width, computed_wide=wide_out)
             if not x.needs_grad:
                 tape.drop(low_grad)
                 return
+            if wide_out and not wide_in:  # the gradient of the bf16 factor
+                narrow = tape.new(f"{name}.grad_narrow", elements * BF16, "activation_grads")
+                tape.drop(low_grad)
+                low_grad = narrow
             grad32 = low_grad if wide_in else tape.new(f"{name}.grad32", elements * FP32, "activation_grads")
             if not wide_in:
                 tape.drop(low_grad)
@@ -216,7 +232,7 @@ class Ops:
                 tape.drop(x_grad)
                 tape.give(x, result)
 
-        tape.node(y, [x32, rstd, low] if trained else [x32, rstd], backward, name)
+        tape.node(y, ([x32, rstd] if x.needs_grad else []) + ([low] if trained else []), backward, name)
         tape.drop(x32, rstd, normed, low)
         tape.mark("post", name)
         return y
@@ -224,7 +240,7 @@ class Ops:
     def _liger_rms_norm(self, x: Value, name: str, width: int, count: int) -> Value:
         """liger ops/rms_norm.py: saves X and fp32 rstd; in_place backward writes dX over dY."""
         tape = self.tape
-        trained = self.spec.weights_trained
+        trained = name in self.spec.trained
         tape.mark("pre", name)
         y = Value(tape.new(f"{name}.out", x.storage.size_bytes, "activations"), x.needs_grad or trained)
         rstd = tape.new(f"{name}.rstd", count * FP32, "activations")
@@ -247,7 +263,7 @@ class Ops:
         g = self.linear(x, gate)
         if spec.liger:
             u = self.linear(x, up)
-            product = Value(tape.new("mlp.product", inner, "activations"), g.needs_grad)
+            product = Value(tape.new("mlp.product", inner, "activations"), g.needs_grad or u.needs_grad)
             gate_storage, up_storage = g.storage, u.storage
 
             def liger_backward(grad: Storage) -> None:
@@ -265,7 +281,7 @@ class Ops:
             tape.node(activated, [g.storage], silu_backward)
             tape.drop(g.storage)
             u = self.linear(x, up)
-            product = Value(tape.new("mlp.product", inner, "activations"), g.needs_grad)
+            product = Value(tape.new("mlp.product", inner, "activations"), g.needs_grad or u.needs_grad)
 
             def mul_backward(grad: Storage) -> None:
                 silu_grad = tape.new("mlp.grad_silu", inner, "activation_grads")

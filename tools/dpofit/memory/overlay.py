@@ -16,7 +16,7 @@ from dpofit.memory.parts import Part
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16
 from dpofit.memory.tape import Mark
-from dpofit.memory.zero3 import LAYER_STRIDE, Action, CoordinatorConfig, ModuleIds, coordinate, offset, untraced
+from dpofit.memory.zero3 import LAYER_STRIDE, Action, CoordinatorConfig, Leaves, ModuleIds, coordinate, offset, untraced
 
 FETCHES = ("pre", "pre_backward")
 NOBODY = LAYER_STRIDE - 1  # a module without parameters
@@ -32,6 +32,8 @@ class Engine:
     config: CoordinatorConfig
     traced: bool
     twice: bool = False  # forwarded twice a step, policy and reference: see `_hooks`
+    leaves: Leaves = field(default_factory=dict)
+    embedding_hooked: bool = True  # backward reaches the embedding, whose hook gathers it and never releases
 
 
 class Effect(NamedTuple):
@@ -169,7 +171,8 @@ def _runs(
 def _order(part: Part) -> Sequence[int | None]:
     if not part.layers:
         return [None]
-    return range(part.layers - 1, -1, -1) if part.reverse else range(part.layers)
+    layers = range(part.first, part.first + part.layers)
+    return layers[::-1] if part.reverse else layers
 
 
 def _hooks(
@@ -194,14 +197,15 @@ def _hooks(
             base = 0 if layer is None else offset(layer)
             hooks += [(fetch, module if outside else module + base) for fetch, module, outside in relative]
     if engine.traced:
-        return iter(coordinate(hooks, engine.parameters, engine.config))
+        return iter(coordinate(hooks, engine.parameters, engine.config, engine.leaves))
     threshold = engine.config.persistence_threshold
     sizes = {m: sum(count for count in counts if count > threshold) for m, counts in engine.parameters.items()}
-    return iter(untraced(hooks, sizes))
+    return iter(untraced(hooks, sizes, engine.leaves))
 
 
 def _lost(mark: Mark, engine: Engine) -> bool:
-    outside = OUTSIDE if engine.twice else frozenset({"embed_tokens"})  # a tied head's module is the embedding's
+    kept = frozenset({"embed_tokens"}) if engine.embedding_hooked else frozenset()
+    outside = OUTSIDE if engine.twice else kept  # a tied head's module is the embedding's
     return mark.kind == "post_backward" and mark.module in outside
 
 

@@ -152,7 +152,7 @@ def _micro_batch(bench: Workbench, base: Prediction, before: Screen) -> Iterator
 
 def _rank(bench: Workbench, base: Prediction, before: Screen) -> Iterator[NoHelp]:
     job = base.job
-    if job.full or job.recipe.lora_rank <= 1:
+    if not job.adapters or job.recipe.lora_rank <= 1:
         return
     line = f"lora_rank={job.recipe.lora_rank // 2}"
     if tried := _tried(bench, Change("rank", "trains", "rank", "", (line,)), before):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dpofit.errors import BadInput, Problem
+from dpofit.memory.bands import names_to_freeze_by
 from dpofit.memory.optimizers import OPTIMIZERS
 from dpofit.models.shape import ModelShape
+from dpofit.recipe.long_context import written
 from dpofit.recipe.recipe import Recipe
+from dpofit.train.longdpo.families import FAMILIES
 
 STAGES = ("dpo", "sft")
-FINETUNING = ("full", "lora")
+FINETUNING = ("full", "freeze", "lora")
 LARGEST = 100_000  # batch or rank; more is a slip of the keyboard
 
 
@@ -21,8 +26,35 @@ def check_scope(recipe: Recipe, model: ModelShape) -> None:
         names = ", ".join(dict.fromkeys(linear.name for linear in model.linears))
         wrong = f"{', '.join(unknown)}: no linear layer of {model.name} is called that"
         problems.append(Problem(where, "lora_target", wrong, f"It has: all, {names}"))
+    if recipe.finetuning == "freeze":
+        problems += [Problem(where, *problem) for problem in _freeze_problems(recipe, model)]
+    problems += [Problem(where, *problem) for problem in _piece_problems(recipe, model)]
     if problems:
         raise BadInput(problems)
+
+
+def _piece_problems(recipe: Recipe, model: ModelShape) -> Iterator[tuple[str, str, str]]:
+    """Long-context pieces that refuse this model when the run starts (dpofit.train.longdpo.combine)."""
+    pieces = recipe.long_context & {"answer_logps", "shared_prompt", "tiled_mlp"}
+    if pieces and model.model_type not in FAMILIES:
+        right = f"Turn them off; known: {', '.join(FAMILIES)}"
+        yield "long_context", f"{written(pieces)}: not for {model.name}, a {model.model_type}", right
+    if "shared_prompt" in pieces and model.sliding_window is not None:
+        wrong = f"shared_prompt: {model.name} attends in a sliding window of {model.sliding_window:,} tokens"
+        yield "long_context", wrong, "Turn it off for this model"
+
+
+def _freeze_problems(recipe: Recipe, model: ModelShape) -> Iterator[tuple[str, str, str]]:
+    """Names that LLaMA-Factory would not find, and a choice that leaves nothing to train."""
+    inside, outside = names_to_freeze_by(model)
+    for key, names, known in (
+        ("freeze_trainable_modules", recipe.freeze_modules, ("all", *inside)),
+        ("freeze_extra_modules", recipe.freeze_extra, outside),
+    ):
+        if unknown := [name for name in names if name not in known]:
+            yield key, f"{', '.join(unknown)}: no module of {model.name} is called that", f"It has: {', '.join(known)}"
+    if not recipe.freeze_layers and not recipe.freeze_extra:
+        yield "freeze_trainable_layers", "0 layers and no extra module: nothing would be trained", "Give a number"
 
 
 def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
@@ -75,8 +107,6 @@ def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
             gaps.append(("deepspeed", "offload to NVMe", "Modelled: offload to cpu"))
         if zero.stage == 3 and recipe.quantization_bit:
             gaps.append(("quantization_bit", "a quantized base under ZeRO-3", "Modelled: without DeepSpeed, ZeRO-1/2"))
-    if recipe.long_context:
-        gaps.append(("long_context", ", ".join(sorted(recipe.long_context)), "Turn them off: --long-context off"))
     if recipe.optim == "adagrad" and zero is not None and zero.offload_optimizer == "cpu":
         # deepspeed 0.18.4 engine.py:1497-1502 raises ZeRORuntimeException for all but CPUAdam and CPULion
         gaps.append(("optim", "adagrad with an offloaded optimizer, which DeepSpeed refuses", "Set optim: adamw_torch"))

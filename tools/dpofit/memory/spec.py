@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from dpofit.memory.bands import Band
 from dpofit.models.shape import ModelShape
 
 Attention = Literal["flash", "flash_varlen", "efficient", "eager"]
@@ -22,6 +23,29 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRow:
+    """Tokens of one pair laid out as prompt, chosen, rejected, without padding (dpofit.train.longdpo.shared_row)."""
+
+    prompt: int
+    chosen: int
+    rejected: int
+
+    @property
+    def first(self) -> int:
+        """Queries of the first attention call: prompt and chosen answer."""
+        return self.prompt + self.chosen
+
+    @property
+    def second(self) -> int:
+        """Keys of the second, whose queries are the rejected answer's: prompt and rejected answer."""
+        return self.prompt + self.rejected
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.chosen + self.rejected
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """How layers compute: what is trained, in which dtype, with which kernels."""
 
@@ -30,11 +54,14 @@ class LayerSpec:
     tokens_per_row: int
     attention: Attention
     liger: bool
-    weights_trained: bool  # full fine-tuning
+    trained: frozenset[str]  # modules whose own weights are trained
     autocast: bool  # no DeepSpeed, not pure_bf16: fp32 trainable weights under torch.autocast
     lora: Lora | None = None
+    linears_save_inputs: bool = False  # ZeRO-3: deepspeed runtime/zero/linear.py saves them, frozen weight or not
     lora_active: bool = True  # False in the reference forward of a LoRA run
     dequantized_bytes_per_weight: int = 0  # 4-bit base: each linear first writes its bf16 weight
+    shared: SharedRow | None = None  # shared_prompt: what the one row is made of
+    tiled: bool = False  # tiled_mlp
 
     @property
     def tokens(self) -> int:
@@ -42,8 +69,16 @@ class LayerSpec:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes per element of the residual stream: fp32 when fp32 embeddings and norms are trained under autocast."""
-        return FP32 if self.autocast and self.weights_trained else BF16
+        """Bytes per element of the residual stream: fp32 when embeddings are trained, in fp32, under autocast."""
+        return FP32 if self.wide("embed_tokens") else BF16
+
+    def wide(self, module: str) -> bool:
+        """Is the module's weight fp32? Then its norm's output is too, and autocast copies its linear's to bf16."""
+        return self.autocast and module in self.trained
+
+    def in_band(self, band: Band) -> LayerSpec:
+        """The same inside these layers."""
+        return replace(self, trained=band.trained | (self.trained & {"embed_tokens"}))
 
     @property
     def hidden(self) -> int:

@@ -45,7 +45,8 @@ def step_time(job: Job) -> StepTime:
     matmul = model.layers * sum(x.in_features * x.out_features for x in model.linears) + model.embedding_parameters
     attention = 2 * model.layers * model.heads * model.head_dim * job.lengths.row_tokens  # causal, forward, per token
     forward = tokens * (2 * matmul + attention)
-    backward = forward * (2 if job.full else 1.1)  # frozen weights need no gradient of their own
+    own = job.own_trained_parameters / job.model.parameters  # frozen weights need no gradient of their own
+    backward = forward * (1.1 + 0.9 * own)
     recompute = forward if recipe.gradient_checkpointing else 0
     reference = forward if job.has_reference else 0
     flops = micro * (forward + backward + recompute + reference)

@@ -79,11 +79,9 @@ def flat_weights(job: Job, sizes: ZeroSizes) -> list[Tensor]:
 def weight_states(job: Job) -> list[State]:
     """Weights of policy and reference, at load."""
     world, model, zero = job.world_size, job.model, job.recipe.zero
-    adapters = 0 if job.full else job.trained_parameters
+    adapters, own = job.adapter_parameters, job.own_trained_parameters
     if zero is None:
-        states = [
-            State("weights", job.trained_bytes * model.parameters if job.full else base_weight_bytes(job), "weights")
-        ]
+        states = [State("weights", base_weight_bytes(job) + own * (job.trained_bytes - BF16), "weights")]
         if job.reference_copy:
             states.append(State("reference", base_weight_bytes(job), "reference"))
         if adapters:

@@ -17,6 +17,7 @@ from dpofit.memory.states import (
     weight_states,
 )
 from dpofit.memory.tape import Mark
+from dpofit.memory.tiled import LEAF
 from dpofit.memory.update import (
     Items,
     allocate,
@@ -30,7 +31,7 @@ from dpofit.memory.update import (
     zero_grad,
 )
 from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
-from dpofit.memory.zero3 import ModuleIds, persistent_elements
+from dpofit.memory.zero3 import Leaves, ModuleIds, persistent_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,9 @@ def _load(job: Job) -> Items:
     if job.zero_stage == 3:
         # zero.Init builds each module whole on the GPU, then keeps its slice (partition_parameters.py Init)
         items += comes_and_goes("load_module", job.model.embedding_parameters * BF16, "load")
-    elif job.zero_stage in (1, 2) and job.full:
+    elif job.zero_stage in (1, 2) and job.own_trained_parameters:
         # LLaMA-Factory upcasts trainable weights to fp32 before DeepSpeed casts them to bf16
-        items += comes_and_goes("load_fp32", job.model.parameters * BF16, "load")
+        items += comes_and_goes("load_fp32", job.own_trained_parameters * BF16, "load")
     return items
 
 
@@ -126,12 +127,25 @@ def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) ->
     """The ZeRO-3 engines; a LoRA run with a reference forwards one engine twice a step, which undoes its trace."""
     if job.zero_stage != 3 or sizes is None:
         return []
-    twice = forwarded_twice(job)
+    twice, hooked = forwarded_twice(job), job.embedding_needs_grad
     parameters = _parameters(job, ids, adapters=True)
-    engines = [Engine("policy", parameters, sizes.coordinator(), traced and not twice, twice)]
-    if job.reference_copy:
-        engines.append(Engine("reference", _parameters(job, ids, adapters=False), reference_coordinator(job), traced))
-    return engines
+    leaves = _leaves(job, ids)
+    policy = Engine("policy", parameters, sizes.coordinator(), traced and not twice, twice, leaves, hooked)
+    if not job.reference_copy:
+        return [policy]
+    alone = _parameters(job, ids, adapters=False)
+    return [policy, Engine("reference", alone, reference_coordinator(job), traced, leaves=leaves)]
+
+
+def _leaves(job: Job, ids: ModuleIds) -> Leaves:
+    """tiled_mlp: each layer's MLP is gathered as one (deepspeed utils/z3_leaf_module.py)."""
+    if not job.on("tiled_mlp"):
+        return {}
+    inside = [name for linear in job.model.linears[-3:]
+              for name in (linear.name, f"{linear.name}.lora_A", f"{linear.name}.lora_B")]  # fmt: skip
+    return {
+        ids.module(LEAF, layer): tuple(ids.module(name, layer) for name in inside) for layer in range(job.model.layers)
+    }
 
 
 def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int, ...]]:
@@ -145,7 +159,7 @@ def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int
         seen.add(linear.name)
         weight = linear.in_features * linear.out_features
         names[name] = (weight, linear.out_features) if linear.bias else (weight,)
-        if adapters and not job.full and linear.name in job.lora_targets:
+        if adapters and job.adapters and linear.name in job.lora_targets:
             names[f"{name}.lora_A"] = (job.recipe.lora_rank * linear.in_features,)
             names[f"{name}.lora_B"] = (job.recipe.lora_rank * linear.out_features,)
     names |= {norm: (width,) for norm, width in model.norms}
@@ -162,6 +176,7 @@ def _step(
     job: Job, sizes: ZeroSizes | None, parts: list[Part], step: int, decisions: Decisions, appearing: list[State]
 ) -> list[Phase]:
     laid = lay(parts, decisions)
+    graph_ends = laid.pop("optimizer_step", [])
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
     buffers = buckets_of_backward(job, sizes)
     gradients_stay = job.zero_stage < 2
@@ -173,6 +188,7 @@ def _step(
     if job.zero_stage == 3 and sizes is not None:  # step() partitions all parameters first, stage3.py:2187
         items += [end(event) for event in kept_gathered(job, sizes)]
     items += optimizer_update(job, sizes, appearing)
+    items += graph_ends
     items += [end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
     if gradients_stay:
         items += zero_grad(parts)
@@ -195,7 +211,7 @@ def _added_in_place(part: Part) -> Part:
             records.append(Event(f"more.grad.{record.module}", -record.size_bytes, "gradients"))
         else:
             records.append(record)
-    return Part("accumulate", tuple(records), part.layers, part.reverse, part.engine)
+    return Part("accumulate", tuple(records), part.layers, part.reverse, part.engine, part.first)
 
 
 def _save(job: Job) -> Items:
@@ -203,14 +219,14 @@ def _save(job: Job) -> Items:
     the 16-bit model piles up on rank 0's host (engine.py _zero3_consolidated_16bit_state_dict); with LoRA only the
     adapters since transformers 5, before it the frozen base too (accelerate's get_state_dict). ZeRO-1/2: the whole
     model, frozen base included, is cloned on every rank's host (get_state_dict, clone_tensors_for_torch_save)."""
-    whole = base_weight_bytes(job) + (0 if job.full else job.trained_parameters * BF16)
+    whole = base_weight_bytes(job) + job.adapter_parameters * BF16
     if job.zero_stage in (1, 2):
         return comes_and_goes("save_copy", whole, "save", "host_pageable")
     if job.zero_stage == 3 and not job.zero.gather_16bit_weights_on_save:
         return []  # ValueError inside save_model; the sharded DeepSpeed checkpoint is written instead
-    if job.zero_stage == 3 and (job.full or not job.stack.at_least("transformers", "5.0")):
+    if job.zero_stage == 3 and (not job.adapters or not job.stack.at_least("transformers", "5.0")):
         gathered = comes_and_goes("save_gather", job.model.embedding_parameters * BF16, "gathered")
         return gathered + comes_and_goes("save_rank0", whole, "save_rank0", "host_pageable")
-    if not job.full:
+    if job.adapters:
         return comes_and_goes("adapter_copy", job.trained_parameters * job.trained_bytes, "save", "host_pageable")
     return comes_and_goes("save_copy", job.model.parameters * BF16, "save", "host_pageable")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+from dpofit.memory.bands import inside_modules
 from dpofit.memory.job import Job
 
 Role = Literal["embedding", "head", "linear", "adapter", "vector", "flat"]
@@ -30,25 +31,37 @@ def parameters_of(job: Job) -> list[Tensor]:
     found = [Tensor("embedding", table, 1, "embed_tokens")]
     if not model.tied_embeddings:
         found.append(Tensor("head", table, 1, "lm_head"))
-    for linear in model.linears:
-        found.append(Tensor("linear", (linear.out_features, linear.in_features), model.layers, linear.name))
+    for name, linear in zip(inside_modules(model), model.linears, strict=False):
+        found.append(Tensor("linear", (linear.out_features, linear.in_features), model.layers, name))
         if linear.bias:
-            found.append(Tensor("vector", (linear.out_features,), model.layers, f"{linear.name}.bias"))
+            found.append(Tensor("vector", (linear.out_features,), model.layers, f"{name}.bias"))
     found += [Tensor("vector", (width,), model.layers, name) for name, width in model.norms]
     found.append(Tensor("vector", (model.hidden_size,), 1, "norm"))
     return found
 
 
 def trained_tensors(job: Job) -> list[Tensor]:
-    """Every trained parameter: all, or two matrices of an adapter at each target."""
-    if job.full:
-        return parameters_of(job)
+    """Every trained parameter: the model's own, and two matrices of an adapter at each target."""
+    found = own_trained(job)
+    if not job.adapters:
+        return found
     rank, layers = job.recipe.lora_rank, job.model.layers
-    found = []
     for linear in job.model.linears:
         if linear.name in job.lora_targets:
             found.append(Tensor("adapter", (rank, linear.in_features), layers, f"{linear.name}.lora_A"))
             found.append(Tensor("adapter", (linear.out_features, rank), layers, f"{linear.name}.lora_B"))
+    return found
+
+
+def own_trained(job: Job) -> list[Tensor]:
+    """The base model's parameters in the modules that are trained."""
+    modules = job.trained
+    found = []
+    for tensor in parameters_of(job):
+        module = tensor.name.removesuffix(".bias")
+        times = int(module in modules.outside) or sum(module in layer for layer in modules.layers)
+        if times:
+            found.append(tensor._replace(times=times))
     return found
 
 
@@ -66,12 +79,14 @@ def partition_gradients(job: Job) -> int:
     """Elements of ZeRO-1/2's gradient buffer on the rank that needs most: every trained matrix that touches its
     partition counts whole (deepspeed 0.18.4 stage_1_and_2.py:1462-1469). Biases and norms, a group of their own, are
     left out."""
-    model = job.model
-    if not job.full:
+    model, modules = job.model, job.trained
+    if job.adapters:
         return math.ceil(job.trained_parameters / job.world_size) + largest_tensor(job)
-    layer = [linear.in_features * linear.out_features for linear in model.linears]
-    tensors = [model.embedding_parameters, *layer * model.layers]
-    if not model.tied_embeddings:
+    inside = inside_modules(model)
+    tensors = [model.embedding_parameters] if "embed_tokens" in modules.outside else []
+    for layer in modules.layers:
+        tensors += [x.in_features * x.out_features for x, n in zip(model.linears, inside, strict=False) if n in layer]
+    if "lm_head" in modules.outside:
         tensors.append(model.embedding_parameters)
     share = math.ceil(sum(tensors) / job.world_size)
     touched = [0] * job.world_size

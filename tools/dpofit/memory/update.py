@@ -57,9 +57,8 @@ def kept_gathered(job: Job, sizes: ZeroSizes) -> list[Event]:
     elements = job.model.embedding_parameters
     if elements <= sizes.persistence_threshold:
         return []
-    names = ["embed_tokens"]
-    if forwarded_twice(job) and not job.model.tied_embeddings:
-        names.append("lm_head")
+    head = ["embed_tokens" if job.model.tied_embeddings else "lm_head"] if forwarded_twice(job) else []
+    names = dict.fromkeys((["embed_tokens"] if job.embedding_needs_grad else []) + head)
     stream = "policy.gather" if job.zero.overlap_comm else "compute"
     return [Event(f"policy.gather.{name}", elements * BF16, "gathered", "gpu", stream) for name in names]
 
@@ -134,5 +133,5 @@ def zero_grad(parts: list[Part]) -> Items:
             if isinstance(record, Mark) and record.kind == "grad"
         )
         if events:
-            items += [Repeat(events, part.layers)] if part.layers else list(events)
+            items += [Repeat(events, part.layers, part.first)] if part.layers else list(events)
     return items

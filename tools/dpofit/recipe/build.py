@@ -46,6 +46,9 @@ def build_recipe(
         ref_model=s["ref_model"],
         ref_model_adapters=s["ref_model_adapters"],
         ref_model_quantization_bit=s["ref_model_quantization_bit"],
+        freeze_layers=s["freeze_trainable_layers"],
+        freeze_modules=s.names("freeze_trainable_modules"),
+        freeze_extra=s.names("freeze_extra_modules"),
         lora_rank=s["lora_rank"],
         lora_target=s.names("lora_target"),
         lora_dropout=float(s.number("lora_dropout")),
@@ -79,6 +82,7 @@ def build_recipe(
         shift_attn=s.on("shift_attn"),
         expandable_segments=expandable_segments(environment),
         torch_empty_cache_steps=s["torch_empty_cache_steps"],
+        long_context=long_context,
         save_only_model=s.on("save_only_model"),
         save_total_limit=s["save_total_limit"],
         saves=s["save_strategy"] != "no",
@@ -99,7 +103,6 @@ def _low_rank(s: Settings) -> LowRank | None:
 
 def gradient_checkpointing(s: Settings) -> tuple[bool, bool, bool]:
     """(on, reentrant, unsloth offload) as two layers of code leave it.
-        long_context=long_context,
 
     LLaMA-Factory enables it with its own function (model_utils/checkpointing.py 165-178). Then, with
     `gradient_checkpointing: true`, transformers' trainer enables it again with `gradient_checkpointing_kwargs`

@@ -10,7 +10,8 @@ TYPED = words(
     """
     model_name_or_path stage finetuning_type deepspeed per_device_train_batch_size per_device_eval_batch_size
     gradient_accumulation_steps cutoff_len do_eval eval_strategy val_size eval_dataset packing neat_packing
-    pref_loss pref_ftx ld_alpha ref_model ref_model_adapters ref_model_quantization_bit lora_rank lora_target
+    pref_loss pref_ftx ld_alpha ref_model ref_model_adapters ref_model_quantization_bit
+    freeze_trainable_layers freeze_trainable_modules freeze_extra_modules lora_rank lora_target
     lora_dropout additional_target use_dora use_rslora pissa_init create_new_adapter adapter_name_or_path
     quantization_bit quantization_method quantization_type double_quantization bf16 fp16 pure_bf16
     upcast_layernorm upcast_lmhead_output disable_gradient_checkpointing use_reentrant_gc
@@ -83,8 +84,6 @@ OWNED_BY: dict[str, str] = {
     "hyper_parallel_": "use_hyper_parallel",
     "ppo_": "",  # stage ppo, refused
     "reward_model": "",  # stage ppo, refused
-    "freeze_trainable_": "",  # finetuning_type freeze, refused
-    "freeze_extra_": "",
     "oft_": "",  # finetuning_type oft, refused
     "module_dropout": "",
     "pissa_iter": "pissa_init",

@@ -71,7 +71,7 @@ class Recipe:
     settings: Mapping[str, Any]
     model: str  # model_name_or_path
     stage: str = "sft"  # dpo, sft; others are refused by memory/scope.py
-    finetuning: str = "lora"  # finetuning_type: full, lora (others refused)
+    finetuning: str = "lora"  # finetuning_type: full, freeze, lora (others refused)
     zero: ZeroConfig | None = None
     environment: Mapping[str, str] = field(default_factory=dict)  # from card / dpofit.yaml / process, allow-listed
 
@@ -91,6 +91,11 @@ class Recipe:
     ref_model: str | None = None
     ref_model_adapters: str | None = None
     ref_model_quantization_bit: int | None = None
+
+    # freeze tuning
+    freeze_layers: int = 2  # freeze_trainable_layers: the last ones, or the first when negative
+    freeze_modules: tuple[str, ...] = ("all",)  # freeze_trainable_modules, of those layers
+    freeze_extra: tuple[str, ...] = ()  # freeze_extra_modules, outside the layers
 
     # adapters
     lora_rank: int = 8
@@ -133,6 +138,9 @@ class Recipe:
     expandable_segments: bool | None = None  # None: what LLaMA-Factory's launcher does (True unless OPTIM_TORCH=0)
     torch_empty_cache_steps: int | None = None
 
+    # computed otherwise than stock, with the same result: names of recipe/long_context.py PIECES
+    long_context: frozenset[str] = frozenset()
+
     # saving
     save_only_model: bool = False
     save_total_limit: int | None = None
@@ -140,6 +148,3 @@ class Recipe:
 
     # keys present, not at their default, that change memory in a way not listed above: refused by memory/scope.py
     unmodelled: tuple[str, ...] = ()
-    # computed otherwise than stock, with the same result: names of recipe/long_context.py PIECES
-    long_context: frozenset[str] = frozenset()
-

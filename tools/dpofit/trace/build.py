@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpofit.trace import kernels, older, stubs
+from dpofit.trace import kernels, long_context, older, stubs
 from dpofit.trace.device import GPU
 from dpofit.trace.request import TraceRequest
 
@@ -122,6 +122,9 @@ def arguments(request: TraceRequest) -> tuple[Any, Any]:
         pref_loss=request.pref_loss,
         pref_ftx=request.pref_ftx,
         ld_alpha=request.ld_alpha,
+        freeze_trainable_layers=request.freeze_layers,
+        freeze_trainable_modules=",".join(request.freeze_modules),
+        freeze_extra_modules=",".join(request.freeze_extra) or None,
         lora_rank=request.lora_rank,
         lora_target=",".join(request.lora_target),
         pure_bf16=request.precision == "pure_bf16",
@@ -147,7 +150,8 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
         configure_attn_implementation(config, model_args)
     implementation = config._attn_implementation
     configure_kv_cache(config, model_args, trainable)
-    apply_liger_kernel(config, model_args, trainable, require_logits=request.stage not in ("pt", "sft"))
+    require_logits = request.stage not in ("pt", "sft") or "answer_logps" in request.long_context
+    apply_liger_kernel(config, model_args, trainable, require_logits)
     config._attn_implementation = "sdpa"  # transformers checks that the flash-attn package is there; set after
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -161,6 +165,7 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
                 model = init_adapter(config, model, model_args, finetuning_args, trainable)
         else:
             model = init_adapter(config, model, model_args, finetuning_args, trainable)
+    long_context.tile(model, request)
     if request.precision == "deepspeed":
         model.to(torch.bfloat16)  # deepspeed 0.18.4 engine.py _configure_distributed_model: module.bfloat16()
     model.train(trainable)

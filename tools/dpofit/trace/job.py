@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dpofit.errors import BadInput, Problem
 from dpofit.memory.job import Job
 from dpofit.memory.program import Event, Phase, Program, Space
+from dpofit.recipe.long_context import PIECES
 from dpofit.recipe.recipe import Recipe, ZeroConfig
 from dpofit.trace.optimizers import TRACED
 from dpofit.trace.request import Attention, Checkpointing, TraceRequest
@@ -39,9 +40,11 @@ def trace_peaks(job: Job, space: Space = "gpu") -> Mapping[tuple[str, int], int]
 def substitutions_of(job: Job) -> tuple[str, ...]:
     """What the traced code runs instead of what only a CUDA machine has; the trace says these, one a line."""
     from dpofit.trace.build import cuda_semantics
+    from dpofit.trace.long_context import pieces
 
-    with cuda_semantics(request_of(job)) as done:
-        return tuple(done)
+    request = request_of(job)
+    with cuda_semantics(request) as done, pieces(request, lambda slab: None) as more:
+        return (*done, *more)
 
 
 def request_of(job: Job) -> TraceRequest:
@@ -61,13 +64,16 @@ def request_of(job: Job) -> TraceRequest:
         head_dim=model.head_dim,
         tied_embeddings=model.tied_embeddings,
         max_positions=model.max_positions,
-        rows=job.rows,
+        rows=recipe.micro_batch * (2 if job.preference else 1),
         tokens=job.lengths.row_tokens,
         stage=recipe.stage,
         pref_loss=recipe.pref_loss,
         pref_ftx=recipe.pref_ftx,
         ld_alpha=recipe.ld_alpha,
         finetuning=recipe.finetuning,
+        freeze_layers=recipe.freeze_layers,
+        freeze_modules=recipe.freeze_modules,
+        freeze_extra=recipe.freeze_extra,
         lora_rank=recipe.lora_rank,
         lora_target=recipe.lora_target,
         precision="deepspeed" if recipe.zero else "pure_bf16" if recipe.pure_bf16 else "autocast",
@@ -82,6 +88,9 @@ def request_of(job: Job) -> TraceRequest:
         world_size=job.world_size,
         deepspeed=_deepspeed(recipe.zero) if recipe.zero else {},
         transformers=_major_minor(job.stack.transformers),
+        long_context=tuple(piece for piece in PIECES if job.on(piece)),
+        answers=job.answer_tokens(job.rows),
+        shared=(job.shared.prompt, job.shared.chosen, job.shared.rejected) if job.shared else None,
     )
 
 
@@ -107,7 +116,7 @@ def _unsupported(job: Job) -> list[Problem]:
     checks = [
         (job.model.model_type not in _CONFIG_TYPES, "model", job.model.model_type, ", ".join(_CONFIG_TYPES)),
         (recipe.stage not in ("dpo", "sft"), "stage", recipe.stage, "dpo, sft"),
-        (recipe.finetuning not in ("full", "lora"), "finetuning_type", recipe.finetuning, "full, lora"),
+        (recipe.finetuning == "oft", "finetuning_type", recipe.finetuning, "full, freeze, lora"),
         (recipe.quantization_bit is not None, "quantization_bit", recipe.quantization_bit, "unset"),
         (recipe.optim not in TRACED, "optim", recipe.optim, ", ".join(TRACED)),
         (recipe.flash_attn not in _ATTENTION, "flash_attn", recipe.flash_attn, ", ".join(_ATTENTION)),

@@ -34,6 +34,9 @@ class TraceRequest:
     stage: str = "dpo"
     pref_loss: str = "sigmoid"
     finetuning: str = "full"
+    freeze_layers: int = 2
+    freeze_modules: tuple[str, ...] = ("all",)
+    freeze_extra: tuple[str, ...] = ()
     lora_rank: int = 8
     lora_target: tuple[str, ...] = ("all",)
     precision: Precision = "deepspeed"
@@ -51,6 +54,9 @@ class TraceRequest:
     deepspeed: dict[str, Any] = field(default_factory=dict, hash=False)  # the JSON; empty is none
     transformers: tuple[int, int] = (5, 5)  # whose loss and attention code; older ones replace the installed one's
     cuda: bool = True  # False: what the CPU kernels do, to compare with a real run on the CPU
+    long_context: tuple[str, ...] = ()  # pieces that are on (recipe/long_context.py PIECES)
+    answers: int = 0  # positions of a batch that predict a label, for answer_logps
+    shared: tuple[int, int, int] | None = None  # prompt, chosen, rejected tokens of a pair, for shared_prompt
     multiprocessors: int = 132  # of the GPU: Liger's RMSNorm backward keeps one fp32 row for each
 
     def config(self) -> dict[str, Any]:
