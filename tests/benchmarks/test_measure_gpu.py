@@ -10,6 +10,7 @@ from measure_gpu.jobs import JOBS, GpuJob, planned
 from measure_gpu.results import CardRead, read_results
 from measure_gpu.runner import run_jobs
 
+from dpofit.cli.app import main as dpofit
 from dpofit.hardware.gpus import find_gpu
 from dpofit.memory.allocator import replay
 from dpofit.memory.predict import predict
@@ -89,7 +90,15 @@ def test_on_the_cpu_jobs_run_and_one_that_dies_or_hangs_stops_no_other(tiny, tmp
     assert cuda == (None,) * 5 and ran.host_pinned_peak_bytes is None
     assert json.loads((results / "tiny.cpu.json").read_text())["allocated_peak_bytes"] is None
 
-    capsys.readouterr()
+    # Its log is one of a real run: `dpofit calibrate` says what it can't calibrate by it.
+    work = tmp_path / "work space" / "tiny"
+    with pytest.raises(SystemExit) as ended:
+        model = f"model_name_or_path={tiny.model}"  # the job's own copy is gone with its weights
+        dpofit(["calibrate", str(work / "output"), model, "--recipe", str(work / "recipe.json"), "--gpu", "h200-141g"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 1 and "nothing to calibrate with" in printed
+    assert "2 steps of 1 rank read" in printed and "no reading from a GPU in the log" in printed
+
     assert run_jobs([absent, tiny], results, tmp_path / "work space", 600)  # resumed: nothing is run again
     assert capsys.readouterr().out.count("measured already") == 2
 

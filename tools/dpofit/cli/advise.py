@@ -91,6 +91,7 @@ def command(
     no_padding: options.NoPaddingOption = False,
     stack: options.StackOption = "pinned",
     long_context: options.LongContextOption = None,
+    calibration: options.CalibrationOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.advise/1.")] = False,
 ) -> None:
     """The smallest changes that make a job fit at its length, cheapest first, and what would not help. Exit code 1
@@ -112,7 +113,7 @@ def command(
     references, overrides = options.split_overrides(arguments)
     reference = options.one_recipe(references)
     flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, prompt, response, chosen, rejected, lengths,
-                             no_padding, stack, long_context)  # fmt: skip
+                             no_padding, stack, long_context, calibration)  # fmt: skip
     planned = options.plan_job(reference, overrides, flags)
     asked = Command(reference, overrides, flags, planned)
     bench = Workbench(planned.job, planned.mix, asked.replan)

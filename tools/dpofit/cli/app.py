@@ -23,6 +23,7 @@ COMMANDS = {
     "limits": "The longest prompt that fits, and what binds.",
     "compare": "Recipes side by side: memory, longest prompt, relative step time.",
     "advise": "The smallest changes that make a job fit, and what would not help.",
+    "calibrate": "A run of your own beside its prediction; constants of its cluster for later ones.",
     "data": "Check preference data: what is dropped or cut, what sets the peak, what does harm.",
     "doctor": "What went wrong first in a training run, from its logs.",
     "verify": "Is a checkpoint whole: sizes, checksums, every tensor once, shapes against config.",

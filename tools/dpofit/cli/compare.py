@@ -28,6 +28,7 @@ def command(
     no_padding: options.NoPaddingOption = False,
     stack: options.StackOption = "pinned",
     long_context: options.LongContextOption = None,
+    calibration: options.CalibrationOption = None,
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Pairs to train on, for GPU-hours.")] = 10_000,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a PNG or SVG: memory against length.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the plot's file.")] = False,
@@ -46,7 +47,7 @@ def command(
 
     references, overrides = options.split_overrides(arguments)
     flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, prompt, response, chosen, rejected, lengths,
-                             no_padding, stack, long_context)  # fmt: skip
+                             no_padding, stack, long_context, calibration)  # fmt: skip
     planned = options.plan_jobs(references, overrides, flags)
     rows = comparison_rows(planned)
     if plot is not None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dpofit.errors import BadInput, Problem
+from dpofit.hardware.calibration import Calibration, read_calibration
 from dpofit.hardware.cluster import Cluster
 from dpofit.hardware.flags import cluster_from
 from dpofit.memory.job import Job, Lengths
@@ -45,6 +46,9 @@ LongContextOption = Annotated[
     str | None,
     typer.Option("--long-context", metavar="PIECES", help="Of docs/long-context.md: names with commas, all, off."),
 ]
+CalibrationOption = Annotated[
+    Path | None, typer.Option("--calibration", help="Constants of this cluster, from `dpofit calibrate`.")
+]
 StackOption = Annotated[str, typer.Option("--stack", help="pinned, 2024, or LIBRARY=VERSION,…")]
 
 
@@ -65,6 +69,7 @@ class JobFlags:
     no_padding: bool = False
     stack: str = "pinned"
     long_context: str | None = None
+    calibration: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,14 @@ def plan_job(reference: str, overrides: Sequence[str], flags: JobFlags) -> Plann
     stack = attempt(parse_stack, flags.stack)
     written = written_for(loaded.recipe.source) if loaded else None
     cluster_notes = attempt(_cluster, flags, written)
+    calibration = attempt(read_calibration, flags.calibration) if flags.calibration else None
     lengths = attempt(_sane_lengths, flags, loaded)
     model = attempt(find_model, loaded.recipe.model, loaded.recipe.source.parent) if loaded else None
     if problems or loaded is None or model is None or cluster_notes is None or lengths is None:
         raise BadInput(problems)
     cluster, notes = cluster_notes
+    if calibration is not None:
+        cluster = _calibrated(cluster, calibration, flags)
     longest, mix, more = lengths
     notes = [*loaded.notes, *notes, *more]
     recipe = loaded.recipe
@@ -131,6 +139,16 @@ def _cluster(flags: JobFlags, written: WrittenFor | None) -> tuple[Cluster, list
         text = f"Assumed where not given: {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}."
         notes.append(Note("cluster-assumed", text))
     return cluster, notes
+
+
+def _calibrated(cluster: Cluster, calibration: Calibration, flags: JobFlags) -> Cluster:
+    """The cluster with what a run on it showed; BadInput when that run's cards were others."""
+    if calibration.gpu != cluster.gpu.name:
+        wrong = f"was measured on {calibration.gpu}, this job is on {cluster.gpu.name}"
+        raise BadInput(
+            Problem(str(flags.calibration), "--calibration", wrong, "Predict for that card, or leave it out")
+        )
+    return replace(cluster, calibration=calibration)
 
 
 def _sane_lengths(

@@ -42,6 +42,7 @@ def command(
         bool, typer.Option("--force", help="Train into an output_dir that holds other checkpoints.")
     ] = False,
     long_context: options.LongContextOption = None,
+    calibration: options.CalibrationOption = None,
     guard_memory: Annotated[
         str | None, typer.Option("--guard-memory", metavar="SIZE", help="Memory a save may add to a rank (256MiB).")
     ] = None,
@@ -64,6 +65,7 @@ def command(
       NNODES=4 NODE_RANK=0 MASTER_ADDR=10.0.0.1 dpofit launch runs/first --detach
       dpofit launch runs/first --emit slurm > job.sbatch
     """
+    from dpofit.hardware.calibration import read_calibration
     from dpofit.launch.prepare import prepare, read
     from dpofit.recipe.long_context import with_option
 
@@ -75,7 +77,12 @@ def command(
 
         print(emitted(loaded, overrides or [], emit.value), end="")
         return
-    prepared = prepare(loaded, recipe, overrides or [], guard_memory=guard_memory, dry_run=dry_run, detach=detach)
+    if calibration is not None:
+        read_calibration(calibration)  # bad input here, though the forecast is only advice
+    prepared = prepare(
+        loaded, recipe, overrides or [], guard_memory=guard_memory, dry_run=dry_run, detach=detach,
+        calibration=calibration,
+    )  # fmt: skip
     if dry_run:
         _dry_run(prepared, as_json)
         return

@@ -25,6 +25,7 @@ def command(
     no_padding: options.NoPaddingOption = False,
     stack: options.StackOption = "pinned",
     long_context: options.LongContextOption = None,
+    calibration: options.CalibrationOption = None,
     reproduce: Annotated[
         bool, typer.Option("--reproduce", help="Also: which clusters could have produced the documented limits.")
     ] = False,
@@ -48,7 +49,8 @@ def command(
     references, overrides = options.split_overrides(arguments)
     flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, None,
                              options.DEFAULT_RESPONSE if response is None and chosen is None and rejected is None
-                             else response, chosen, rejected, None, no_padding, stack, long_context)  # fmt: skip
+                             else response, chosen, rejected, None, no_padding, stack, long_context,
+                             calibration)  # fmt: skip
     planned = options.plan_jobs(references, overrides, flags)
     clusters = None
     if reproduce:

@@ -27,6 +27,7 @@ def command(
     no_padding: options.NoPaddingOption = False,
     stack: options.StackOption = "pinned",
     long_context: options.LongContextOption = None,
+    calibration: options.CalibrationOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the sum behind every figure.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a PNG or SVG: memory by phase.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also trace the real code (training stack).")] = False,
@@ -51,7 +52,7 @@ def command(
     references, overrides = options.split_overrides(arguments)
     reference = options.one_recipe(references)
     flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, prompt, response, chosen, rejected, lengths,
-                             no_padding, stack, long_context)  # fmt: skip
+                             no_padding, stack, long_context, calibration)  # fmt: skip
     planned = options.plan_job(reference, overrides, flags)
     prediction = predict(planned.job, planned.mix)
     notes = [*planned.notes, *prediction_notes(prediction, mix_given=planned.mix is not None)]

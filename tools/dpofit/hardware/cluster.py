@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dpofit.hardware.calibration import Calibration
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -20,13 +22,15 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`nodes` equal nodes of `gpus_per_node` cards; host RAM and disk are per node and may be unknown."""
+    """`nodes` equal nodes of `gpus_per_node` cards; host RAM and disk are per node and may be unknown, and so is what
+    a run of one's own showed."""
 
     gpu: Gpu
     nodes: int = 1
     gpus_per_node: int = 8
     host_ram_bytes: int | None = None
     disk_bytes: int | None = None
+    calibration: Calibration | None = None
 
     @property
     def world_size(self) -> int:

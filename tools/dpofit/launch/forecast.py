@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dpofit.errors import BadInput
 from dpofit.launch.topology import Topology
@@ -30,10 +31,12 @@ def forecast(
     topology: Topology,
     here: bool,
     written: WrittenFor | None,
+    calibration: Path | None = None,
 ) -> Forecast:
     """Predict the job on `topology`: with this machine's cards if it trains `here`, else with those the recipe, or the
     one it was copied from, is `written` for, on its nodes unless more were named."""
     from dpofit.cli.job_options import JobFlags, plan_job
+    from dpofit.memory.notes import calibration_note
     from dpofit.memory.predict import predict
 
     flags = JobFlags()
@@ -42,7 +45,7 @@ def forecast(
     elif written is not None:
         nodes = topology.nodes if topology.nodes > 1 else written.nodes
         flags = JobFlags(written.gpu, nodes, topology.processes, written.host_ram)
-    flags = replace(flags, long_context=spelled(long_context))
+    flags = replace(flags, long_context=spelled(long_context), calibration=calibration)
     try:
         planned = plan_job(reference, overrides, flags)
         prediction = predict(planned.job, planned.mix)
@@ -54,6 +57,8 @@ def forecast(
         f"{format_gib(host.peak_bytes)} of host memory a node; {cluster.nodes} x {cluster.gpus_per_node} "
         f"{cluster.gpu.name}, rows of {planned.job.lengths.row_tokens:,} tokens"
     )
+    if note := calibration_note(planned.job):
+        text += f"; {note.id}: {note.text}"
     return Forecast(
         prediction.verdict, text, gpu.high_bytes, host.high_bytes, getattr(prediction.disk, "checkpoint_bytes", None)
     )

@@ -78,6 +78,7 @@ def prepare(
     guard_memory: str | None,
     dry_run: bool,
     detach: bool,
+    calibration: Path | None = None,
 ) -> Prepared:
     """Decide everything for this node, from its environment and its cards. BadInput when it can't be started here."""
     assert found.recipe is not None
@@ -93,7 +94,7 @@ def prepare(
         predicted = Forecast(None, "not predicted: CPU ranks have no GPU memory")
     else:
         written = written_for(catalogue_source(recipe.source))
-        predicted = forecast(reference, overrides, recipe.long_context, topology, gpus > 0, written)
+        predicted = forecast(reference, overrides, recipe.long_context, topology, gpus > 0, written, calibration)
     torchrun = bool(topology.world_size > 1 or recipe.zero or _on(environment.get("FORCE_TORCHRUN")))
     source = recipe.source.resolve()
     port = None if topology.master_port or dry_run else free_port()

@@ -9,7 +9,7 @@ from typing import Literal
 from dpofit.memory.job import Job, Lengths
 from dpofit.memory.meter import highest, live_at_end, phase_peaks
 from dpofit.memory.overhead import overhead
-from dpofit.memory.predict import GPU, Prediction, Verdict, predict, residuals
+from dpofit.memory.predict import GPU, Prediction, Verdict, predict, residuals_for
 from dpofit.memory.program import Program
 from dpofit.memory.scope import check_scope
 from dpofit.memory.step import Plan, build_program, plan_steps, steady_step
@@ -90,7 +90,7 @@ def _longest_fitting(
 def _longest_not_oom(job: Job, allocated: Callable[[int], int], low: int, longest: int) -> int:
     """Where even the lowest figure of the interval passes the card."""
     room = job.cluster.gpu.capacity_bytes - overhead(job).low_bytes
-    return _solve(allocated, int(room / (1 + residuals().allocated[0])), low, longest + 1)
+    return _solve(allocated, int(room / (1 + residuals_for(job.cluster).allocated[0])), low, longest + 1)
 
 
 def _solve(allocated: Callable[[int], int], target_bytes: int, low: int, high: int) -> int:

@@ -30,8 +30,17 @@ class Overhead:
 
 
 def overhead(job: Job) -> Overhead:
-    """Context and libraries of the card, and communicators when there is more than one rank."""
+    """Context and libraries of the card, and communicators when there is more than one rank; as measured where the
+    cluster is calibrated."""
     context = job.cluster.gpu.context_bytes + LIBRARIES_BYTES
+    own = job.cluster.calibration
+    measured = own.context_for(job.world_size) if own is not None else None
+    if own is not None and measured is not None:
+        if own.world_size == 1 < job.world_size:  # its run had no communicators
+            low, high = measured.low_bytes + COMMUNICATOR_LOW_BYTES, measured.high_bytes + COMMUNICATOR_HIGH_BYTES
+            return Overhead(measured.high_bytes, COMMUNICATOR_BYTES, low, high)
+        context = measured.high_bytes if job.world_size == 1 else min(context, measured.high_bytes)
+        return Overhead(context, measured.high_bytes - context, measured.low_bytes, measured.high_bytes)
     if job.world_size == 1:
         return Overhead(context, 0, job.cluster.gpu.context_bytes, context)
     low = job.cluster.gpu.context_bytes + COMMUNICATOR_LOW_BYTES

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from dpofit.hardware.cluster import Cluster
 from dpofit.memory.disk import DiskUse, disk_use
 from dpofit.memory.host import HostPeak, host_peak
 from dpofit.memory.job import Job, Lengths
@@ -40,6 +41,21 @@ def residuals() -> Residuals:
     """The committed residuals."""
     raw = json.loads(Path(__file__).with_name("residuals.json").read_text(encoding="utf-8"))
     return Residuals(tuple(raw["allocated"]), tuple(raw["reserved"]), raw["points"])
+
+
+def residuals_for(cluster: Cluster) -> Residuals:
+    """The committed residuals, widened by the errors of a run on this very cluster where it was calibrated. One run
+    never narrows them: it shows what happened once, not how far the next may lie off."""
+    public, own = residuals(), cluster.calibration
+    if own is None:
+        return public
+    return Residuals(
+        _with(public.allocated, own.allocated_error), _with(public.reserved, own.reserved_error), public.points + 1
+    )
+
+
+def _with(found: tuple[float, float], error: float | None) -> tuple[float, float]:
+    return found if error is None else (min(found[0], error), max(found[1], error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +151,7 @@ def _gpu(job: Job, plan: Plan, program: Program, mix: tuple[Lengths, ...]) -> Gp
     if held.out_of_memory:  # what it would have wanted, from the longest rows alone
         wanted = reserved(program, [], expandable=expandable, capacity_bytes=None)
         held = replace(held, peak_bytes=max(held.peak_bytes, wanted.peak_bytes), phases=wanted.phases)
-    error = residuals()
+    error = residuals_for(job.cluster)
     used = beside.total_bytes + held.peak_bytes
     low = min(beside.low_bytes + int(peak.size_bytes * (1 + error.allocated[0])), used)
     high = beside.high_bytes + int(held.peak_bytes * (1 + error.reserved[1]))

@@ -9,7 +9,7 @@ from dpofit.memory.host import HostPeak, host_peak
 from dpofit.memory.job import Job, Lengths
 from dpofit.memory.meter import highest, phase_peaks
 from dpofit.memory.overhead import overhead
-from dpofit.memory.predict import GPU, residuals
+from dpofit.memory.predict import GPU, residuals_for
 from dpofit.memory.scope import check_scope
 from dpofit.memory.step import Plan, build_program, plan_steps
 
@@ -33,7 +33,7 @@ def screen(job: Job, mix: tuple[Lengths, ...]) -> Screen:
     plan = plan_steps(job)
     program = build_program(job, plan)
     allocated = highest(phase_peaks(program, GPU)).size_bytes
-    high = overhead(job).high_bytes + int(allocated * (1 + residuals().reserved[1]))
+    high = overhead(job).high_bytes + int(allocated * (1 + residuals_for(job.cluster).reserved[1]))
     host, disk = host_peak(job, program, tuple(lengths.row_tokens for lengths in mix)), disk_use(job)
     cluster = job.cluster
     fits = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from dpofit.memory.advise import Advice, Suggestion
 from dpofit.memory.levers import KINDS, Change
+from dpofit.memory.notes import calibration_note
 from dpofit.memory.popular import NoHelp
 from dpofit.memory.predict import Prediction
 from dpofit.report.console import STYLE, console
@@ -35,6 +37,7 @@ def advise_document(advice: Advice, no_help: Sequence[NoHelp], written: Written)
             }
             for found in no_help
         ],
+        "notes": [asdict(note) for note in [calibration_note(base.job)] if note],
     }  # fmt: skip
 
 
@@ -76,6 +79,8 @@ def print_advice(advice: Advice, no_help: Sequence[NoHelp], written: Written) ->
     out.print(f"[bold]{job.recipe.name}[/] on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}: "
               f"{job.rows} rows x {job.lengths.row_tokens:,} tokens")  # fmt: skip
     out.print(f"as it is: [bold {STYLE[base.verdict]}]{base.verdict}[/]   {_sizes(base)}\n")
+    if note := calibration_note(job):
+        out.print(f"[dim]{note.id}[/]: {note.text}\n")
     if base.verdict == "fits":
         out.print("Nothing needs to change. dpofit limits says how much longer it could be.")
         return

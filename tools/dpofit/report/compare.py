@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from dpofit.report.console import STYLE, console
 from dpofit.report.limits import limit_json
-from dpofit.report.rows import ComparisonRow, short_names
+from dpofit.report.rows import ComparisonRow, calibration_notes, short_names
 from dpofit.units import GIB
 
 
 def compare_document(rows: Sequence[ComparisonRow], pairs: int) -> dict[str, Any]:
     """The `dpofit.compare/1` document; times are estimates."""
-    return {"schema": "dpofit.compare/1", "pairs": pairs, "rows": [_row(row, rows[0], pairs) for row in rows]}
+    notes = [asdict(note) for note in calibration_notes([row.planned for row in rows])]
+    found = [_row(row, rows[0], pairs) for row in rows]
+    return {"schema": "dpofit.compare/1", "pairs": pairs, "rows": found, "notes": notes}
 
 
 def _row(row: ComparisonRow, first: ComparisonRow, pairs: int) -> dict[str, Any]:
@@ -69,3 +72,5 @@ def print_comparison(rows: Sequence[ComparisonRow], pairs: int) -> None:
         f"{job.cluster.nodes} x {job.cluster.gpus_per_node} {job.cluster.gpu.name}. "
         f"GPU-hours for {pairs:,} pairs; times are estimates from FLOPs, PCIe and collective bytes, to compare with."
     )
+    for note in calibration_notes([row.planned for row in rows]):
+        out.print(f"[dim]{note.id}[/]: {note.text}")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from dpofit.report.console import console
-from dpofit.report.rows import LimitRow, short_names
+from dpofit.report.rows import LimitRow, calibration_notes, short_names
 
 
 def limits_document(rows: Sequence[LimitRow]) -> dict[str, Any]:
     """The `dpofit.limits/1` document."""
-    return {"schema": "dpofit.limits/1", "rows": [limit_json(row) for row in rows]}
+    notes = [asdict(note) for note in calibration_notes([row.planned for row in rows])]
+    return {"schema": "dpofit.limits/1", "rows": [limit_json(row) for row in rows], "notes": notes}
 
 
 def limit_json(row: LimitRow) -> dict[str, Any]:
@@ -50,6 +52,8 @@ def print_limits(rows: Sequence[LimitRow]) -> None:
         out.print(table)
         out.print()
     out.print("fits to: the whole interval is within capacity. oom past: even its lowest figure is not.")
+    for note in calibration_notes([row.planned for row in rows]):
+        out.print(f"[dim]{note.id}[/]: {note.text}")
 
 
 def _cluster(row: LimitRow) -> str:

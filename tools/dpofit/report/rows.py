@@ -12,9 +12,11 @@ from typing import TypeVar
 from dpofit.cli.job_options import DEFAULT_RESPONSE, PlannedJob
 from dpofit.memory.job import Lengths
 from dpofit.memory.limits import Limit, longest_prompt
+from dpofit.memory.notes import calibration_note
 from dpofit.memory.predict import Prediction, predict
 from dpofit.memory.scope import check_scope
 from dpofit.memory.speed import StepTime, step_time
+from dpofit.recipe.notes import Note
 
 Row = TypeVar("Row")
 
@@ -36,6 +38,11 @@ class ComparisonRow:
     prediction: Prediction
     limit: LimitRow
     time: StepTime
+
+
+def calibration_notes(planned: Sequence[PlannedJob]) -> list[Note]:
+    """What calibrated clusters change, each remark once."""
+    return list(dict.fromkeys(note for plan in planned if (note := calibration_note(plan.job))))
 
 
 def short_names(planned: Sequence[PlannedJob]) -> list[str]:
