@@ -31,17 +31,20 @@ class AnswerHead(nn.Linear):
         return logps, logit_sums
 
 
-def give_logps(head: nn.Module) -> None:
-    """Let this head take targets, and every copy of it that PEFT keeps in `modules_to_save`. Idempotent.
+def answer_head(head: nn.Module) -> nn.Module:
+    """The layer to call with targets: `head`, or of a head in PEFT's `modules_to_save` the copy that is in use.
 
+    Not PEFT's wrapper itself: ZeRO-3 hooks it with the functions of the layer inside, and fails on its first call
+    (deepspeed 0.19.8 zero/parameter_offload.py 394 asks `hasattr`, which the wrapper answers for that layer).
     Raises TypeError for a head that is no plain linear layer (quantized, with a bias, or with LoRA of its own).
     """
-    wrapped = getattr(head, "modules_to_save", None)
-    for linear in [head] if wrapped is None else [head.original_module, *wrapped.values()]:
-        if type(linear) is nn.Linear and linear.bias is None:
-            linear.__class__ = AnswerHead
-        elif not isinstance(linear, AnswerHead):
-            raise TypeError(f"answer_logps needs a plain linear head, not {type(linear).__name__}: turn it off.")
+    if hasattr(head, "modules_to_save"):
+        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+    if type(head) is nn.Linear and head.bias is None:
+        head.__class__ = AnswerHead
+    if not isinstance(head, AnswerHead):
+        raise TypeError(f"answer_logps needs a plain linear head, not {type(head).__name__}: turn it off.")
+    return head
 
 
 class _TargetLogps(torch.autograd.Function):

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 from dpofit.errors import Problem
 from dpofit.train.hooks import Hook
 from dpofit.train.longdpo import OWNER
-from dpofit.train.longdpo.answer_head import give_logps
+from dpofit.train.longdpo.answer_head import answer_head
 from dpofit.train.longdpo.families import FAMILIES, LOADER, family_problems, forward_target
 
 IGNORE_INDEX = -100  # llamafactory 0.9.5 extras/constants.py
@@ -88,8 +88,8 @@ def _answering(stock: Callable[..., Any]) -> Callable[..., Any]:
         positions, targets = answer_positions(labels)
         with torch.no_grad():
             sums = hidden.sum(1, dtype=torch.float32)
-        give_logps(self.lm_head)
-        logps, logit_sums = self.lm_head(hidden.flatten(0, 1).index_select(0, positions), targets, sums)
+        states = hidden.flatten(0, 1).index_select(0, positions)
+        logps, logit_sums = answer_head(self.lm_head)(states, targets, sums)
         loss = None if answer_labels is not None else -logps.sum() / (logps.numel() if items is None else items)
         means = logit_sums / (labels.shape[1] * self.config.vocab_size)
         return AnswerOutput(loss=loss, logps=logps, logit_sums=logit_sums, logit_means=means)

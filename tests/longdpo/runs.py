@@ -1,0 +1,229 @@
+"""Real LLaMA-Factory runs of tiny models, in fp32 on the CPU, and everything two such runs are compared by."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpofit.train import hooks, longdpo
+from dpofit.train.hooks import Hook
+
+OWNER = "longdpo-test"
+ASSETS = Path(__file__).parents[2] / "tools" / "dpofit" / "launch" / "smoke_assets"
+CHUNK_POSITIONS = 5  # of the product's 512: answers here have tens of tokens, which shall take several chunks
+DATASETS = {"dpo": "smoke_pairs", "kto": "smoke_labelled", "sft": "smoke_answers"}
+LOSSES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "hinge": {"pref_loss": "hinge"},
+    "ipo": {"pref_loss": "ipo"},
+    "kto_pair": {"pref_loss": "kto_pair"},
+    "orpo": {"pref_loss": "orpo"},
+    "simpo": {"pref_loss": "simpo"},
+    "ftx": {"pref_ftx": 0.5},
+    "ld_alpha": {"ld_alpha": 0.4},
+    "bco": {"pref_bco_weight": 0.7},
+    "smoothed": {"dpo_label_smoothing": 0.2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `head`: own (untied), tied, or trained (LoRA with the head in modules_to_save)."""
+
+    family: str = "qwen2"
+    tuning: str = "full"  # full, lora
+    head: str = "own"
+    stage: str = "dpo"
+    loss: str = "sigmoid"
+    batch: int = 1
+    accumulation: int = 1
+    dtype: str = "fp32"
+    steps: int = 20
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        named = [self.family, self.tuning, self.head, self.stage, self.loss, f"batch{self.batch}"]
+        return "-".join([*named, f"accumulate{self.accumulation}", self.dtype])
+
+
+@dataclass
+class Seen:
+    """What one run did, in order."""
+
+    losses: list[float] = field(default_factory=list)  # of every micro-step
+    logps: list[list[float]] = field(default_factory=list)  # of every forward: chosen, rejected, and their average
+    gradients: list[dict[str, Any]] = field(default_factory=list)  # of every optimizer step, by parameter
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
+
+def shape(case: Case) -> dict[str, Any]:
+    return {
+        "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "tie_word_embeddings": case.head == "tied",
+    }  # fmt: skip
+
+
+def make_model(case: Case, folder: Path) -> Path:
+    """A model of random weights that bf16 holds exactly, so that every dtype starts from the same numbers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    base = folder / f"{case.family}-{case.head == 'tied'}"
+    if not base.exists():
+        torch.manual_seed(1)
+        more = {"sliding_window": None} if case.family == "mistral" else {}
+        config = AutoConfig.for_model(case.family, **shape(case), **more)
+        config.initializer_range = 0.1
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16().float().save_pretrained(base)
+        AutoTokenizer.from_pretrained(ASSETS / "tokenizer").save_pretrained(base)
+    return base
+
+
+def settings(case: Case, folder: Path) -> dict[str, Any]:
+    lora: dict[str, Any] = {}
+    if case.tuning == "lora":
+        lora = {"lora_rank": 4, "lora_alpha": 32, "lora_target": "all"}
+        if case.head == "trained":
+            lora["additional_target"] = "lm_head"
+    return {
+        "model_name_or_path": str(make_model(case, folder)), "dataset_dir": str(ASSETS),
+        "dataset": DATASETS[case.stage], "stage": case.stage, "finetuning_type": case.tuning,
+        "template": "empty", "cutoff_len": 64, "do_train": True, "output_dir": str(folder / "out"),
+        "overwrite_output_dir": True, "per_device_train_batch_size": case.batch,
+        "gradient_accumulation_steps": case.accumulation, "max_steps": case.steps, "learning_rate": 1e-3,
+        "max_grad_norm": 1e6,  # DeepSpeed clips later than the gradients are looked at
+        "save_strategy": "no", "report_to": "none", "logging_steps": 1, "dataloader_num_workers": 0,
+        "preprocessing_num_workers": 1, "disable_tqdm": True, "bf16": case.dtype == "bf16",
+        **lora, **LOSSES[case.loss], **dict(case.extra),
+    }  # fmt: skip
+
+
+def run(case: Case, pieces: Collection[str], folder: Path, **more: Any) -> Seen:
+    """Train `case` with `pieces` in this process through LLaMA-Factory's own entry."""
+    import llamafactory.extras.packages  # noqa: F401
+    import torch
+    from llamafactory.train.tuner import run_exp
+
+    torch.set_num_threads(1)
+    seen = Seen()
+    chunk, longdpo.CHUNK_POSITIONS = longdpo.CHUNK_POSITIONS, CHUNK_POSITIONS
+    longdpo.install(pieces)
+    hooks.install(recording(seen, case))
+    try:
+        with quiet():
+            run_exp({"use_cpu": True, **settings(case, folder), **more}, callbacks=[recorder(seen)])
+    finally:
+        hooks.uninstall(OWNER)
+        longdpo.install(())
+        longdpo.CHUNK_POSITIONS = chunk
+        shutil.rmtree(folder / "out", ignore_errors=True)
+    return seen
+
+
+def recording(seen: Seen, case: Case) -> list[Hook]:
+    def training_step(stock: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            loss = stock(*args, **kwargs)
+            seen.losses.append(loss.item())
+            return loss
+
+        return wrapped
+
+    def concatenated_forward(stock: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            output = stock(*args, **kwargs)
+            names = ("chosen_logps", "rejected_logps", "chosen_logps_avg")
+            seen.logps.append([value for name in names for value in output[name].tolist()])
+            return output
+
+        return wrapped
+
+    trainer = "llamafactory.train.dpo.trainer:CustomDPOTrainer"
+    return [
+        Hook(OWNER, "transformers.trainer:Trainer.training_step", training_step, order=100),
+        Hook(OWNER, f"{trainer}.concatenated_forward", concatenated_forward, order=100),
+        # LLaMA-Factory takes bf16 for a model that names no dtype wherever the CPU can compute it (extras/misc.py 227).
+        *(
+            [Hook(OWNER, "llamafactory.model.patcher:infer_optim_dtype", lambda stock: lambda **_: float32())]
+            if case.dtype == "fp32"
+            else []
+        ),
+        Hook(OWNER, "transformers.training_args:is_torch_bf16_gpu_available", lambda stock: lambda: True),
+        Hook(OWNER, "transformers.utils:is_torch_bf16_gpu_available", lambda stock: lambda: True),
+    ]
+
+
+def float32() -> Any:
+    import torch
+
+    return torch.float32
+
+
+def recorder(seen: Seen) -> Any:
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            seen.gradients.append(
+                {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                seen.metrics.append({name: float(value) for name, value in logs.items()})
+
+    return Recorder()
+
+
+def loss_error(stock: Seen, long: Seen) -> float:
+    """The largest relative difference of a loss; inf if the runs are not of one length."""
+    if len(stock.losses) != len(long.losses):
+        return float("inf")
+    return max(abs(a - b) / abs(a) for a, b in zip(stock.losses, long.losses, strict=True))
+
+
+def logp_error(stock: Seen, long: Seen) -> float:
+    """The largest relative difference of a sequence's log-prob, of policy and reference."""
+    if len(stock.logps) != len(long.logps):
+        return float("inf")
+    pairs = zip(stock.logps, long.logps, strict=True)
+    return max((abs(a - b) / abs(a) for one, other in pairs for a, b in zip(one, other, strict=True)), default=0.0)
+
+
+def gradient_error(stock: Seen, long: Seen) -> float:
+    """The largest, over steps and parameters, norm of the difference by the norm of the whole step's gradient."""
+    import torch
+
+    if len(stock.gradients) != len(long.gradients) or not stock.gradients:
+        return float("inf")
+    worst = 0.0
+    for one, other in zip(stock.gradients, long.gradients, strict=True):
+        if one.keys() != other.keys():
+            return float("inf")
+        whole = torch.stack([gradient.norm() for gradient in one.values()]).norm()
+        worst = max(worst, *(float((one[name] - other[name]).norm() / whole) for name in one))
+    return worst
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what LLaMA-Factory and transformers tell of a run; an exception still carries its own text."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(previous)
+
+
+__all__ = ["Case", "LOSSES", "Seen", "gradient_error", "json", "logp_error", "loss_error", "os", "run"]
