@@ -207,3 +207,13 @@ def test_the_readings_here_have_the_fields_that_training_writes() -> None:
 
     assert list(reading(1)) == [field.name for field in fields(Reading)]
     assert reading(1)["schema"] == SCHEMA
+
+
+def test_a_launch_forecasts_with_a_calibration_and_refuses_a_bad_one(dpofit, run) -> None:
+    folder = run([reading(1, rank) for rank in range(2)])
+    dpofit("calibrate", folder, "--gpu", "a100-80g")
+    ran = dpofit("launch", folder, "--dry-run", "--calibration", folder / "calibration.json")
+    assert ran.exit_code == 0 and "calibrated: By" in ran.out
+    (folder / "calibration.json").write_text("{}")
+    ran = dpofit("launch", folder, "--dry-run", "--calibration", folder / "calibration.json")
+    assert ran.exit_code == 2 and "is not a dpofit.calibration/1" in ran.err
