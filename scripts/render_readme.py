@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dpofit.cli.job_options import DEFAULT_RESPONSE, JobFlags, plan_jobs
+from dpofit.plan import DEFAULT_RESPONSE, JobFlags, plan_jobs
 from dpofit.report.compare import compare_document
 from dpofit.report.limits import limits_document
 from dpofit.report.rows import ComparisonRow, LimitRow, comparison_rows, limit_rows

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dpofit.cli.advise import Command
-from dpofit.cli.job_options import JobFlags, plan_job
 from dpofit.memory.advise import Advice, Workbench, advise
 from dpofit.memory.popular import NoHelp, would_not_help
 from dpofit.memory.predict import Prediction, predict
+from dpofit.plan import JobFlags, plan_job
 
 BASE = {
     "model_name_or_path": "model", "stage": "dpo", "do_train": True, "dataset": "pairs", "template": "qwen",

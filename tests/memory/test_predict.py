@@ -141,7 +141,7 @@ def test_a_stack_is_named_or_spelled_out():
     assert parse_stack("transformers=4.48.0").transformers == "4.48.0"
     with pytest.raises(BadInput, match="pinned, 2024"):
         parse_stack("latest")
-    with pytest.raises(BadInput, match="'torch=2.x' is not known(.|\n)*names transformers twice"):
+    with pytest.raises(BadInput, match=r"'torch=2\.x' is not known(.|\n)*names transformers twice"):
         parse_stack("transformers=4.48.0,torch=2.x,transformers=4.49.0")
 
 

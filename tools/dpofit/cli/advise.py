@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpofit.cli import job_options as options
+from dpofit.cli.job_options import one_recipe, split_overrides, takes_job_flags
 from dpofit.errors import BadInput
+from dpofit.plan import JobFlags, PlannedJob, plan_job
 
 if TYPE_CHECKING:
     from dpofit.memory.job import Job
@@ -26,8 +27,8 @@ class Command:
 
     reference: str
     overrides: Sequence[str]
-    flags: options.JobFlags
-    planned: options.PlannedJob
+    flags: JobFlags
+    planned: PlannedJob
 
     def written(self, changes: Sequence[Change]) -> tuple[list[str], dict[str, str]]:
         """Arguments that make the changes when appended to the command, and the environment they need."""
@@ -47,14 +48,14 @@ class Command:
         """The job that the command with `written(changes)` means; None when that would be refused."""
         overrides, flags, environment = self._applied(changes)
         try:
-            job = options.plan_job(self.reference, [*self.overrides, *overrides], flags).job
+            job = plan_job(self.reference, [*self.overrides, *overrides], flags).job
         except BadInput:
             return None
         if environment:  # what the loader reads from the process environment (recipe/environment.py)
             job = replace(job, recipe=replace(job.recipe, expandable_segments=True))
         return job
 
-    def _applied(self, changes: Sequence[Change]) -> tuple[list[str], options.JobFlags, dict[str, str]]:
+    def _applied(self, changes: Sequence[Change]) -> tuple[list[str], JobFlags, dict[str, str]]:
         flags, overrides = self.flags, list[str]()
         environment: dict[str, str] = {}
         for change in changes:
@@ -68,7 +69,7 @@ class Command:
                 environment = EXPANDABLE
         return overrides, flags, environment
 
-    def _whole_cluster(self, flags: options.JobFlags) -> options.JobFlags:
+    def _whole_cluster(self, flags: JobFlags) -> JobFlags:
         """Flags that name the card's cluster where the command left it to the card: naming one flag drops the rest."""
         written = self.planned.written_for
         if written is None or (flags.gpu, flags.nodes, flags.gpus_per_node) != (None, None, None):
@@ -76,22 +77,10 @@ class Command:
         return replace(flags, gpu=written.gpu, host_ram=flags.host_ram or written.host_ram)
 
 
+@takes_job_flags()
 def command(
     arguments: Annotated[list[str], typer.Argument(metavar="RECIPE [KEY=VALUE]...", help="Name or path, overrides.")],
-    gpu: options.GpuOption = None,
-    nodes: options.NodesOption = None,
-    gpus_per_node: options.GpusPerNodeOption = None,
-    host_ram: options.HostRamOption = None,
-    disk: options.DiskOption = None,
-    prompt: options.PromptOption = None,
-    response: options.ResponseOption = None,
-    chosen: options.ChosenOption = None,
-    rejected: options.RejectedOption = None,
-    lengths: options.LengthsOption = None,
-    no_padding: options.NoPaddingOption = False,
-    stack: options.StackOption = "pinned",
-    long_context: options.LongContextOption = None,
-    calibration: options.CalibrationOption = None,
+    flags: JobFlags,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.advise/1.")] = False,
 ) -> None:
     """The smallest changes that make a job fit at its length, cheapest first, and what would not help. Exit code 1
@@ -110,11 +99,9 @@ def command(
     from dpofit.memory.predict import predict
     from dpofit.report.advise import advise_document, print_advice
 
-    references, overrides = options.split_overrides(arguments)
-    reference = options.one_recipe(references)
-    flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, prompt, response, chosen, rejected, lengths,
-                             no_padding, stack, long_context, calibration)  # fmt: skip
-    planned = options.plan_job(reference, overrides, flags)
+    references, overrides = split_overrides(arguments)
+    reference = one_recipe(references)
+    planned = plan_job(reference, overrides, flags)
     asked = Command(reference, overrides, flags, planned)
     bench = Workbench(planned.job, planned.mix, asked.replan)
     advice = advise(bench, predict(planned.job, planned.mix))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpofit.cli import job_options as options
+from dpofit.cli.job_options import takes_job_flags
 from dpofit.errors import BadInput, Problem
+from dpofit.plan import JobFlags, plan_job
 from dpofit.recipe.notes import Note
 
 if TYPE_CHECKING:
@@ -19,23 +20,14 @@ if TYPE_CHECKING:
 FILE = "calibration.json"
 
 
+@takes_job_flags(but=("host_ram", "disk", "calibration"))
 def command(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder, or a run's output_dir.")],
+    flags: JobFlags,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides the run was started with.")
     ] = None,
     recipe: Annotated[str | None, typer.Option("--recipe", help="What ran, if not RUN_DIR/recipe.yaml.")] = None,
-    gpu: options.GpuOption = None,
-    nodes: options.NodesOption = None,
-    gpus_per_node: options.GpusPerNodeOption = None,
-    prompt: options.PromptOption = None,
-    response: options.ResponseOption = None,
-    chosen: options.ChosenOption = None,
-    rejected: options.RejectedOption = None,
-    lengths: options.LengthsOption = None,
-    no_padding: options.NoPaddingOption = False,
-    stack: options.StackOption = "pinned",
-    long_context: options.LongContextOption = None,
     out: Annotated[Path | None, typer.Option("--out", help=f"The file to write; RUN_DIR/{FILE}.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.calibrate/1.")] = False,
@@ -63,10 +55,8 @@ def command(
         raise BadInput(Problem(str(target), "--out", "is there already", "Name another file, or add --force"))
     reference = recipe or str(_recipe_of(folder))
     run = read_run(_output_dir(folder, reference, overrides or []))
-    flags = options.JobFlags(gpu, nodes, gpus_per_node, None, None, prompt, response, chosen, rejected, lengths,
-                             no_padding, stack, long_context)  # fmt: skip
     flags, notes = _as_run(flags, run, reference)
-    planned = options.plan_job(reference, overrides or [], flags)
+    planned = plan_job(reference, overrides or [], flags)
     prediction = predict(planned.job, planned.mix)
     own = calibration(run, str(folder), prediction)
     notes += planned.notes
@@ -108,7 +98,7 @@ def _output_dir(folder: Path, reference: str, overrides: list[str]) -> Path:
     return next((path for path in candidates if path.is_dir()), folder)
 
 
-def _as_run(flags: options.JobFlags, run: RunRead, reference: str) -> tuple[options.JobFlags, list[Note]]:
+def _as_run(flags: JobFlags, run: RunRead, reference: str) -> tuple[JobFlags, list[Note]]:
     """The flags with the nodes and ranks that the logs show, and the card that the recipe is written for; BadInput
     when the logs hold more ranks than the flags say."""
     from dpofit.launch.environment import catalogue_source

@@ -8,27 +8,16 @@ from typing import Annotated
 
 import typer
 
-from dpofit.cli import job_options as options
+from dpofit.cli.job_options import split_overrides, takes_job_flags
+from dpofit.plan import JobFlags, plan_jobs
 
 
+@takes_job_flags()
 def command(
     arguments: Annotated[
         list[str], typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Names, paths or a whole family; overrides.")
     ],
-    gpu: options.GpuOption = None,
-    nodes: options.NodesOption = None,
-    gpus_per_node: options.GpusPerNodeOption = None,
-    host_ram: options.HostRamOption = None,
-    disk: options.DiskOption = None,
-    prompt: options.PromptOption = None,
-    response: options.ResponseOption = None,
-    chosen: options.ChosenOption = None,
-    rejected: options.RejectedOption = None,
-    lengths: options.LengthsOption = None,
-    no_padding: options.NoPaddingOption = False,
-    stack: options.StackOption = "pinned",
-    long_context: options.LongContextOption = None,
-    calibration: options.CalibrationOption = None,
+    flags: JobFlags,
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Pairs to train on, for GPU-hours.")] = 10_000,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a PNG or SVG: memory against length.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the plot's file.")] = False,
@@ -45,10 +34,8 @@ def command(
     from dpofit.report.compare import compare_document, print_comparison
     from dpofit.report.rows import comparison_rows
 
-    references, overrides = options.split_overrides(arguments)
-    flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, prompt, response, chosen, rejected, lengths,
-                             no_padding, stack, long_context, calibration)  # fmt: skip
-    planned = options.plan_jobs(references, overrides, flags)
+    references, overrides = split_overrides(arguments)
+    planned = plan_jobs(references, overrides, flags)
     rows = comparison_rows(planned)
     if plot is not None:
         from dpofit.report.plot import plot_lengths

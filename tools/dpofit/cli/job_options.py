@@ -1,213 +1,83 @@
-"""The job flags that predict, limits and compare share, and how they become a Job."""
+"""The options that the planning commands share: each written once, for a field of JobFlags."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dpofit.errors import BadInput, Problem
-from dpofit.hardware.calibration import Calibration, read_calibration
-from dpofit.hardware.cluster import Cluster
-from dpofit.hardware.flags import cluster_from
-from dpofit.memory.job import Job, Lengths
-from dpofit.memory.lengths import longest_and_mix, read_lengths
-from dpofit.memory.stack import parse_stack
-from dpofit.models.known import find_model
-from dpofit.recipe.catalogue import WrittenFor, newest, recipe_files, written_for
-from dpofit.recipe.load import LoadedRecipe, load_recipe
-from dpofit.recipe.long_context import with_option
-from dpofit.recipe.notes import Note
+from dpofit.plan import JobFlags
 
-DEFAULT_GPU, DEFAULT_NODES = "a100-80g", 1
-LONGEST_ROW = 100_000_000  # tokens; more is a slip of the keyboard
-DEFAULT_RESPONSE = 1024  # the field notes' rule: answers up to 1k
-
-GpuOption = Annotated[str | None, typer.Option("--gpu", help="A known card, an exact size such as 64GiB, or auto.")]
-NodesOption = Annotated[int | None, typer.Option("--nodes", help="Number of nodes.")]
-GpusPerNodeOption = Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs of each node.")]
-HostRamOption = Annotated[str | None, typer.Option("--host-ram", help="RAM of one node, such as 1000GiB, or auto.")]
-DiskOption = Annotated[str | None, typer.Option("--disk", help="Free disk for checkpoints, such as 10TB.")]
-PromptOption = Annotated[int | None, typer.Option("--prompt", help="Longest prompt, tokens after truncation.")]
-ResponseOption = Annotated[int | None, typer.Option("--response", help="Longest answer, tokens (both answers).")]
-ChosenOption = Annotated[int | None, typer.Option("--chosen", help="Longest chosen answer, tokens.")]
-RejectedOption = Annotated[int | None, typer.Option("--rejected", help="Longest rejected answer, tokens.")]
-LengthsOption = Annotated[
-    Path | None, typer.Option("--lengths", help="Lengths of real pairs: JSON Lines, from `dpofit data --lengths-out`.")
-]
-NoPaddingOption = Annotated[
-    bool, typer.Option("--no-padding", help="All rows have the same length: no attention mask is built.")
-]
-LongContextOption = Annotated[
-    str | None,
-    typer.Option("--long-context", metavar="PIECES", help="Of docs/long-context.md: names with commas, all, off."),
-]
-CalibrationOption = Annotated[
-    Path | None, typer.Option("--calibration", help="Constants of this cluster, from `dpofit calibrate`.")
-]
-StackOption = Annotated[str, typer.Option("--stack", help="pinned, 2024, or LIBRARY=VERSION,…")]
+OPTIONS: dict[str, Any] = {
+    "gpu": Annotated[str | None, typer.Option("--gpu", help="A known card, an exact size such as 64GiB, or auto.")],
+    "nodes": Annotated[int | None, typer.Option("--nodes", help="Number of nodes.")],
+    "gpus_per_node": Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs of each node.")],
+    "host_ram": Annotated[
+        str | None, typer.Option("--host-ram", help="RAM of one node, such as 1000GiB, or auto.")
+    ],
+    "disk": Annotated[str | None, typer.Option("--disk", help="Free disk for checkpoints, such as 10TB.")],
+    "prompt": Annotated[int | None, typer.Option("--prompt", help="Longest prompt, tokens after truncation.")],
+    "response": Annotated[int | None, typer.Option("--response", help="Longest answer, tokens (both answers).")],
+    "chosen": Annotated[int | None, typer.Option("--chosen", help="Longest chosen answer, tokens.")],
+    "rejected": Annotated[int | None, typer.Option("--rejected", help="Longest rejected answer, tokens.")],
+    "lengths": Annotated[
+        Path | None,
+        typer.Option("--lengths", help="Lengths of real pairs: JSON Lines, from `dpofit data --lengths-out`."),
+    ],
+    "no_padding": Annotated[
+        bool, typer.Option("--no-padding", help="All rows have the same length: no attention mask is built.")
+    ],
+    "stack": Annotated[str, typer.Option("--stack", help="pinned, 2024, or LIBRARY=VERSION,…")],
+    "long_context": Annotated[
+        str | None,
+        typer.Option("--long-context", metavar="PIECES", help="Of docs/long-context.md: names with commas, all, off."),
+    ],
+    "calibration": Annotated[
+        Path | None, typer.Option("--calibration", help="Constants of this cluster, from `dpofit calibrate`.")
+    ],
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class JobFlags:
-    """The flags as given; None: not given."""
+def takes_job_flags(*names: str, but: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a command that has a parameter `flags: JobFlags`: on the command line it has, in its place, the
+    options of the named fields (all without names) except `but`."""
+    chosen = [field for field in fields(JobFlags) if field.name in (names or OPTIONS) and field.name not in but]
+    options = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=OPTIONS[field.name]
+        )
+        for field in chosen
+    ]
 
-    gpu: str | None = None
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    host_ram: str | None = None
-    disk: str | None = None
-    prompt: int | None = None
-    response: int | None = None
-    chosen: int | None = None
-    rejected: int | None = None
-    lengths: Path | None = None
-    no_padding: bool = False
-    stack: str = "pinned"
-    long_context: str | None = None
-    calibration: Path | None = None
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_options(**given: Any) -> None:
+            flags = JobFlags(**{option.name: given.pop(option.name) for option in options})
+            command(flags=flags, **given)
 
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            named = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            parameters += options if parameter.name == "flags" else [named]
+        # typer reads both
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_options
 
-@dataclass(frozen=True, slots=True)
-class PlannedJob:
-    """A Job, the shorter batches that run beside it (None: unknown), and remarks on what was assumed."""
-
-    job: Job
-    mix: tuple[Lengths, ...] | None
-    notes: tuple[Note, ...]
-    written_for: WrittenFor | None
+    return decorate
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Recipes and KEY=VALUE overrides, told apart: an argument with `=` that is no file is an override."""
     overrides = [text for text in arguments if "=" in text and not os.path.exists(text)]
     return [text for text in arguments if text not in overrides], overrides
-
-
-def plan_job(reference: str, overrides: Sequence[str], flags: JobFlags) -> PlannedJob:
-    """Resolve recipe, model, cluster and lengths; BadInput carries the problems of all of them at once."""
-    problems: list[Problem] = []
-
-    def attempt(action: Any, *arguments: Any) -> Any:
-        try:
-            return action(*arguments)
-        except BadInput as bad:
-            problems.extend(bad.problems)
-            return None
-
-    environment = attempt(with_option, os.environ, flags.long_context)
-    loaded: LoadedRecipe | None = attempt(load_recipe, reference, overrides, environment)
-    stack = attempt(parse_stack, flags.stack)
-    written = written_for(loaded.recipe.source) if loaded else None
-    cluster_notes = attempt(_cluster, flags, written)
-    calibration = attempt(read_calibration, flags.calibration) if flags.calibration else None
-    lengths = attempt(_sane_lengths, flags, loaded)
-    model = attempt(find_model, loaded.recipe.model, loaded.recipe.source.parent) if loaded else None
-    if problems or loaded is None or model is None or cluster_notes is None or lengths is None:
-        raise BadInput(problems)
-    cluster, notes = cluster_notes
-    if calibration is not None:
-        cluster = _calibrated(cluster, calibration, flags)
-    longest, mix, more = lengths
-    notes = [*loaded.notes, *notes, *more]
-    recipe = loaded.recipe
-    if not stack.at_least("transformers", "5.0") and "optim" not in recipe.settings:
-        recipe = replace(recipe, optim="adamw_torch")  # transformers 4.x training_args.py default
-        notes.append(Note("optim-of-stack", "optim is not set: transformers 4 takes adamw_torch, the foreach AdamW."))
-    return PlannedJob(Job(recipe, model, cluster, longest, stack), mix, tuple(notes), written)
-
-
-def _cluster(flags: JobFlags, written: WrittenFor | None) -> tuple[Cluster, list[Note]]:
-    given = (flags.gpu, flags.nodes, flags.gpus_per_node)
-    if written is not None and given == (None, None, None):
-        ram = flags.host_ram or written.host_ram
-        cluster = cluster_from(written.gpu, written.nodes, written.gpus_per_node, ram, flags.disk)
-        text = (
-            f"No cluster given: the one the recipe is written for, {written.nodes} x {written.gpus_per_node} "
-            f"{written.gpu} with {ram} a node."
-        )
-        return cluster, [Note("cluster-of-card", text)]
-    gpu = flags.gpu or DEFAULT_GPU
-    nodes = DEFAULT_NODES if flags.nodes is None else flags.nodes
-    cluster = cluster_from(gpu, nodes, flags.gpus_per_node, flags.host_ram, flags.disk)
-    notes = []
-    if None in (flags.gpu, flags.nodes):
-        text = f"Assumed where not given: {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}."
-        notes.append(Note("cluster-assumed", text))
-    return cluster, notes
-
-
-def _calibrated(cluster: Cluster, calibration: Calibration, flags: JobFlags) -> Cluster:
-    """The cluster with what a run on it showed; BadInput when that run's cards were others."""
-    if calibration.gpu != cluster.gpu.name:
-        wrong = f"was measured on {calibration.gpu}, this job is on {cluster.gpu.name}"
-        raise BadInput(
-            Problem(str(flags.calibration), "--calibration", wrong, "Predict for that card, or leave it out")
-        )
-    return replace(cluster, calibration=calibration)
-
-
-def _sane_lengths(
-    flags: JobFlags, loaded: LoadedRecipe | None
-) -> tuple[Lengths, tuple[Lengths, ...] | None, list[Note]]:
-    found = _lengths(flags, loaded)
-    tokens = found[0].row_tokens
-    if tokens > LONGEST_ROW:
-        wrong = f"{tokens:,} is more than any model takes"
-        raise BadInput(Problem("command line", "tokens of the longest row", wrong, "Check cutoff_len and the lengths"))
-    return found
-
-
-def _lengths(flags: JobFlags, loaded: LoadedRecipe | None) -> tuple[Lengths, tuple[Lengths, ...] | None, list[Note]]:
-    problems = _length_problems(flags)
-    if problems:
-        raise BadInput(problems)
-    cutoff = loaded.recipe.cutoff_len if loaded else 0
-    padded = not flags.no_padding and not (loaded is not None and loaded.recipe.packing)
-    if flags.lengths is not None:
-        longest, mix = longest_and_mix(read_lengths(flags.lengths), padded)
-        return longest, mix, _cutoff_note(longest, cutoff)
-    if (flags.prompt, flags.response, flags.chosen, flags.rejected) == (None, None, None, None):
-        text = (
-            f"No lengths given: every row is cutoff_len, {cutoff:,} tokens; other batches at half and three quarters."
-        )
-        return Lengths(cutoff, 0, 0, padded), None, [Note("lengths-assumed", text)]
-    response = DEFAULT_RESPONSE if flags.response is None else flags.response
-    chosen = response if flags.chosen is None else flags.chosen
-    rejected = response if flags.rejected is None else flags.rejected
-    prompt = max(cutoff - max(chosen, rejected), 8) if flags.prompt is None else flags.prompt
-    longest = Lengths(prompt, chosen, rejected, padded)
-    return longest, None, _cutoff_note(longest, cutoff)
-
-
-def _length_problems(flags: JobFlags) -> list[Problem]:
-    problems = []
-    for name, value in (
-        ("--prompt", flags.prompt), ("--response", flags.response), ("--chosen", flags.chosen),
-        ("--rejected", flags.rejected),
-    ):  # fmt: skip
-        if value is not None and value < 1:
-            problems.append(Problem("command line", name, f"{value} is not a number of tokens", "Give 1 or more"))
-    tokens = (flags.prompt, flags.response, flags.chosen, flags.rejected)
-    if flags.lengths is not None and tokens != (None, None, None, None):
-        wrong = "both a file of lengths and single lengths"
-        problems.append(Problem("command line", "--lengths", wrong, "Give one of them"))
-    if flags.response is not None and flags.chosen is not None and flags.rejected is not None:
-        wrong = "--response says the same as --chosen and --rejected"
-        problems.append(Problem("command line", "--response", wrong, "Leave it out"))
-    return problems
-
-
-def _cutoff_note(longest: Lengths, cutoff: int) -> list[Note]:
-    row = longest.prompt + max(longest.chosen, longest.rejected)
-    if row <= cutoff:
-        return []
-    text = f"cutoff_len {cutoff:,} would cut rows of {row:,} tokens; planned as if it were raised."
-    return [Note("cutoff-truncates", text)]
 
 
 def one_recipe(references: Sequence[str]) -> str:
@@ -217,27 +87,3 @@ def one_recipe(references: Sequence[str]) -> str:
         right = "Give one name or path; overrides are KEY=VALUE"
         raise BadInput(Problem("command line", "RECIPE", wrong, right))
     return references[0]
-
-
-def plan_jobs(references: Sequence[str], overrides: Sequence[str], flags: JobFlags) -> list[PlannedJob]:
-    """A job for each recipe; a family's name stands for its newest recipes. BadInput carries all problems."""
-    if not references:
-        one_recipe(references)
-    names = [name for reference in references for name in _members(reference)]
-    planned: list[PlannedJob] = []
-    problems: list[Problem] = []
-    for name in dict.fromkeys(names):
-        try:
-            planned.append(plan_job(name, overrides, flags))
-        except BadInput as bad:
-            problems += bad.problems
-    if problems:
-        raise BadInput(list(dict.fromkeys(problems)))
-    return planned
-
-
-def _members(reference: str) -> list[str]:
-    """The newest recipes of a family, or the reference itself."""
-    files = newest(recipe_files())
-    members = [file.full_name for file in files if file.family == reference]
-    return members if members and not os.path.exists(reference) else [reference]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpofit.cli import job_options as options
+from dpofit.cli.job_options import takes_job_flags
+from dpofit.plan import JobFlags
 
 if TYPE_CHECKING:
     from dpofit.launch.plan import Plan
@@ -25,8 +26,10 @@ class Emit(StrEnum):
     kubernetes = "kubernetes"
 
 
+@takes_job_flags("long_context", "calibration")
 def command(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A catalogue name, a YAML or JSON, or a run folder.")],
+    flags: JobFlags,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe keys.")] = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Run it here with a tiny model: 3 steps, a save, a resume, checks.")
@@ -41,8 +44,6 @@ def command(
     force: Annotated[
         bool, typer.Option("--force", help="Train into an output_dir that holds other checkpoints.")
     ] = False,
-    long_context: options.LongContextOption = None,
-    calibration: options.CalibrationOption = None,
     guard_memory: Annotated[
         str | None, typer.Option("--guard-memory", metavar="SIZE", help="Memory a save may add to a rank (256MiB).")
     ] = None,
@@ -69,7 +70,7 @@ def command(
     from dpofit.launch.prepare import prepare, read
     from dpofit.recipe.long_context import with_option
 
-    loaded = read(recipe, overrides or [], with_option(os.environ, long_context))
+    loaded = read(recipe, overrides or [], with_option(os.environ, flags.long_context))
     if smoke:
         raise typer.Exit(_smoke(loaded, keep, as_json))
     if emit is not None:
@@ -77,11 +78,11 @@ def command(
 
         print(emitted(loaded, overrides or [], emit.value), end="")
         return
-    if calibration is not None:
-        read_calibration(calibration)  # bad input here, though the forecast is only advice
+    if flags.calibration is not None:
+        read_calibration(flags.calibration)  # bad input here, though the forecast is only advice
     prepared = prepare(
         loaded, recipe, overrides or [], guard_memory=guard_memory, dry_run=dry_run, detach=detach,
-        calibration=calibration,
+        calibration=flags.calibration,
     )  # fmt: skip
     if dry_run:
         _dry_run(prepared, as_json)

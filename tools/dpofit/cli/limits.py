@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from dpofit.cli import job_options as options
+from dpofit.cli.job_options import split_overrides, takes_job_flags
+from dpofit.plan import DEFAULT_RESPONSE, JobFlags, plan_jobs
 
 
+@takes_job_flags(but=("prompt", "lengths"))
 def command(
     arguments: Annotated[
         list[str], typer.Argument(metavar="RECIPE... [KEY=VALUE]...", help="Names, paths or a whole family; overrides.")
     ],
-    gpu: options.GpuOption = None,
-    nodes: options.NodesOption = None,
-    gpus_per_node: options.GpusPerNodeOption = None,
-    host_ram: options.HostRamOption = None,
-    disk: options.DiskOption = None,
-    response: options.ResponseOption = None,
-    chosen: options.ChosenOption = None,
-    rejected: options.RejectedOption = None,
-    no_padding: options.NoPaddingOption = False,
-    stack: options.StackOption = "pinned",
-    long_context: options.LongContextOption = None,
-    calibration: options.CalibrationOption = None,
+    flags: JobFlags,
     reproduce: Annotated[
         bool, typer.Option("--reproduce", help="Also: which clusters could have produced the documented limits.")
     ] = False,
@@ -46,12 +38,10 @@ def command(
     from dpofit.report.limits import limits_document, print_limits
     from dpofit.report.rows import limit_rows
 
-    references, overrides = options.split_overrides(arguments)
-    flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, None,
-                             options.DEFAULT_RESPONSE if response is None and chosen is None and rejected is None
-                             else response, chosen, rejected, None, no_padding, stack, long_context,
-                             calibration)  # fmt: skip
-    planned = options.plan_jobs(references, overrides, flags)
+    references, overrides = split_overrides(arguments)
+    if (flags.response, flags.chosen, flags.rejected) == (None, None, None):
+        flags = replace(flags, response=DEFAULT_RESPONSE)
+    planned = plan_jobs(references, overrides, flags)
     clusters = None
     if reproduce:
         from dpofit.report.reproduce import clusters_json, documented, print_reproductions, reproductions

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpofit.cli import job_options as options
+from dpofit.cli.job_options import takes_job_flags
 from dpofit.errors import BadInput, Problem
+from dpofit.plan import JobFlags, plan_job
 from dpofit.recipe.catalogue import CatalogueEntry, all_recipes, read_yaml
 
 if TYPE_CHECKING:
@@ -28,7 +30,9 @@ _ZERO = {  # DeepSpeed file → what it does, short enough for the table
 }
 
 
+@takes_job_flags("nodes", "gpus_per_node", "host_ram")
 def command(
+    flags: JobFlags,
     family: Annotated[str | None, typer.Option("--family", help="Only families whose name starts so.")] = None,
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="Only recipes written for this card; with --fits, the card to fit.")
@@ -36,9 +40,6 @@ def command(
     fits: Annotated[
         bool, typer.Option("--fits", help="Only recipes predicted to fit the cluster of the flags.")
     ] = False,
-    nodes: options.NodesOption = None,
-    gpus_per_node: options.GpusPerNodeOption = None,
-    host_ram: options.HostRamOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print dpofit.list/1.")] = False,
 ) -> None:
     """The recipes: what each trains and how, the cluster it is written for, and the prompt limit documented for it.
@@ -55,12 +56,12 @@ def command(
     """
     from dpofit.recipe.cards import read_presets
 
-    if not fits and (nodes, gpus_per_node, host_ram) != (None, None, None):
+    if not fits and (flags.nodes, flags.gpus_per_node, flags.host_ram) != (None, None, None):
         raise BadInput(Problem("command line", "--nodes, --gpus-per-node, --host-ram", "say what to fit", "Add --fits"))
     presets = read_presets()
     entries = _of_family(all_recipes(), family)
     if fits:
-        flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram)
+        flags = replace(flags, gpu=gpu)
         entries = [entry for entry in _progress(entries) if _verdict(entry, flags) == "fits"]
     elif gpu is not None:
         from dpofit.hardware.gpus import find_gpu
@@ -93,10 +94,10 @@ def _progress(entries: Sequence[CatalogueEntry]) -> Iterable[CatalogueEntry]:
     return track(entries, "Predicting", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
-def _verdict(entry: CatalogueEntry, flags: options.JobFlags) -> Verdict:
+def _verdict(entry: CatalogueEntry, flags: JobFlags) -> Verdict:
     from dpofit.memory.predict import predict
 
-    planned = options.plan_job(entry.file.full_name, [], flags)
+    planned = plan_job(entry.file.full_name, [], flags)
     return predict(planned.job, planned.mix).verdict
 
 

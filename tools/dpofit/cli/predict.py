@@ -8,26 +8,15 @@ from typing import Annotated
 
 import typer
 
-from dpofit.cli import job_options as options
+from dpofit.cli.job_options import one_recipe, split_overrides, takes_job_flags
 from dpofit.memory.predict import Traced
+from dpofit.plan import JobFlags, PlannedJob, plan_job
 
 
+@takes_job_flags()
 def command(
     arguments: Annotated[list[str], typer.Argument(metavar="RECIPE [KEY=VALUE]...", help="Name or path, overrides.")],
-    gpu: options.GpuOption = None,
-    nodes: options.NodesOption = None,
-    gpus_per_node: options.GpusPerNodeOption = None,
-    host_ram: options.HostRamOption = None,
-    disk: options.DiskOption = None,
-    prompt: options.PromptOption = None,
-    response: options.ResponseOption = None,
-    chosen: options.ChosenOption = None,
-    rejected: options.RejectedOption = None,
-    lengths: options.LengthsOption = None,
-    no_padding: options.NoPaddingOption = False,
-    stack: options.StackOption = "pinned",
-    long_context: options.LongContextOption = None,
-    calibration: options.CalibrationOption = None,
+    flags: JobFlags,
     explain: Annotated[bool, typer.Option("--explain", help="Show the sum behind every figure.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a PNG or SVG: memory by phase.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also trace the real code (training stack).")] = False,
@@ -49,11 +38,9 @@ def command(
     from dpofit.memory.notes import prediction_notes
     from dpofit.memory.predict import predict
 
-    references, overrides = options.split_overrides(arguments)
-    reference = options.one_recipe(references)
-    flags = options.JobFlags(gpu, nodes, gpus_per_node, host_ram, disk, prompt, response, chosen, rejected, lengths,
-                             no_padding, stack, long_context, calibration)  # fmt: skip
-    planned = options.plan_job(reference, overrides, flags)
+    references, overrides = split_overrides(arguments)
+    reference = one_recipe(references)
+    planned = plan_job(reference, overrides, flags)
     prediction = predict(planned.job, planned.mix)
     notes = [*planned.notes, *prediction_notes(prediction, mix_given=planned.mix is not None)]
     traced = _traced(planned, trace, timeline, force)
@@ -72,7 +59,7 @@ def command(
     raise typer.Exit(1 if prediction.verdict == "oom" else 0)
 
 
-def _traced(planned: options.PlannedJob, trace: bool, timeline: Path | None, force: bool) -> Traced | None:
+def _traced(planned: PlannedJob, trace: bool, timeline: Path | None, force: bool) -> Traced | None:
     """The second route to allocated bytes, from the real code on fake tensors; None when not asked for."""
     if not trace and timeline is None:
         return None

@@ -47,8 +47,8 @@ def _world_size(logs: Sequence[LogFacts]) -> int | None:
 
 def _predicted(report: Report, reference: str, message: str | None) -> str:
     """What `dpofit predict` says of the recipe on the cluster that the log shows, as far as it shows one."""
-    from dpofit.cli.job_options import JobFlags, plan_job
     from dpofit.memory.predict import predict
+    from dpofit.plan import JobFlags, plan_job
 
     world_size = _world_size(report.logs)
     total = read_oom(message).total_bytes if message else None

@@ -35,9 +35,9 @@ def forecast(
 ) -> Forecast:
     """Predict the job on `topology`: with this machine's cards if it trains `here`, else with those the recipe, or the
     one it was copied from, is `written` for, on its nodes unless more were named."""
-    from dpofit.cli.job_options import JobFlags, plan_job
     from dpofit.memory.notes import calibration_note
     from dpofit.memory.predict import predict
+    from dpofit.plan import JobFlags, plan_job
 
     flags = JobFlags()
     if here:

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
-from dpofit.cli.job_options import DEFAULT_RESPONSE, JobFlags, PlannedJob, plan_jobs
 from dpofit.errors import BadInput, Problem
 from dpofit.hardware.gpus import find_gpu
 from dpofit.memory.job import STACK_2024
 from dpofit.memory.reproduce import GPUS_PER_NODE, SIZES, DocumentedLimit, Reproduction, Unit, reproduce
+from dpofit.plan import DEFAULT_RESPONSE, JobFlags, PlannedJob, plan_jobs
 from dpofit.report.console import console
 
 CARDS = ("a100-80g", "h20-96g", "h200-141g")

@@ -9,13 +9,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from dpofit.cli.job_options import DEFAULT_RESPONSE, PlannedJob
 from dpofit.memory.job import Lengths
 from dpofit.memory.limits import Limit, longest_prompt
 from dpofit.memory.notes import calibration_note
 from dpofit.memory.predict import Prediction, predict
 from dpofit.memory.scope import check_scope
 from dpofit.memory.speed import StepTime, step_time
+from dpofit.plan import DEFAULT_RESPONSE, PlannedJob
 from dpofit.recipe.notes import Note
 
 Row = TypeVar("Row")
