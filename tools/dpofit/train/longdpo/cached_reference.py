@@ -51,6 +51,7 @@ class _Run:
     create_ref_model: Callable[..., Any] | None = None
     values: Values = field(default_factory=dict)
     folder: Path = Path()
+    scoring: bool = False  # the pass is on
 
 
 _current: _Run | None = None  # the run whose workflow is on the stack
@@ -108,7 +109,7 @@ def _cached(stock: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tup
     @functools.wraps(stock)
     def compute_reference_log_probs(trainer: Any, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
         run: _Run | None = getattr(trainer, "_dpofit_reference", None)
-        if run is None:
+        if run is None or run.scoring:
             return stock(trainer, model, batch)
         if not run.values:
             raise RuntimeError("cached_reference was asked for log-probs before training began")
@@ -118,7 +119,6 @@ def _cached(stock: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tup
         tags = batch["kto_tags"]
         return logps[tags], logps[~tags], _look_up(run, batch, "kl_")
 
-    compute_reference_log_probs._dpofit_stock = stock  # type: ignore[attr-defined]
     return compute_reference_log_probs
 
 
@@ -224,10 +224,13 @@ def _todo(of: Mapping[str, list[Example]], values: Values) -> list[Example]:
 
 
 def _compute(trainer: Any, run: _Run, key: Key, datasets: Mapping[str, Any], todo: list[Example]) -> Values:
-    stock = type(trainer).compute_reference_log_probs._dpofit_stock
     values: Values = {}
-    with Lines(run.folder, trainer.args.process_index, key) as lines, _reference(trainer, run) as model:
-        mine = score(trainer, model, stock, datasets, todo, lines)
+    run.scoring = True
+    try:
+        with Lines(run.folder, trainer.args.process_index, key) as lines, _reference(trainer, run) as model:
+            mine = score(trainer, model, datasets, todo, lines)
+    finally:
+        run.scoring = False
     for theirs in _gather(mine):
         values |= theirs
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +21,11 @@ _SECONDS_BETWEEN_LINES = 60  # of progress, where stderr is no terminal
 def score(
     trainer: Any,
     model: Any,
-    stock: Callable[..., tuple[torch.Tensor, ...]],
     datasets: Mapping[str, Any],
     todo: Sequence[Example],
     lines: Lines,
 ) -> Values:
-    """This rank's share of `todo`, scored by the trainer's own `compute_reference_log_probs` (`stock`).
+    """This rank's share of `todo`, scored by the trainer's own `compute_reference_log_probs`.
 
     Batches are as large as in training. The longest examples come first, so that ranks wait for each other least and
     what does not fit fails at once. All ranks make equally many forwards: ZeRO-3 gathers weights in each.
@@ -41,18 +41,19 @@ def score(
         with _progress(len(ordered), rank) as advance:
             for start in starts:
                 mine = ordered[start + rank * size : start + (rank + 1) * size] or ordered[-1:]
-                scored = _score_batch(trainer, model, stock, [datasets[one.dataset][one.index] for one in mine])
+                scored = _score_batch(trainer, model, [datasets[one.dataset][one.index] for one in mine])
                 lines.add({row: value for row, value in scored.items() if row not in values})
                 values |= scored
                 advance(min(size * world_size, len(ordered) - start))
     finally:
         model.train(was_training)
+        _forget_forwards(model)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # segments cut for all these lengths would only be in training's way
     return values
 
 
-def _score_batch(trainer: Any, model: Any, stock: Callable[..., Any], features: list[dict[str, Any]]) -> Values:
+def _score_batch(trainer: Any, model: Any, features: list[dict[str, Any]]) -> Values:
     batch = trainer.data_collator([dict(feature) for feature in features])
     others = sorted(batch.keys() - TEXT_INPUTS)
     if others:
@@ -61,7 +62,7 @@ def _score_batch(trainer: Any, model: Any, stock: Callable[..., Any], features: 
                     "Switch the piece off for data that is more than text.")
         )  # fmt: skip
     with torch.no_grad():
-        results = stock(trainer, model, trainer._prepare_inputs(batch))
+        results = trainer.compute_reference_log_probs(model, trainer._prepare_inputs(batch))
     if "kto_tags" not in batch:  # [pairs] each: chosen rows come first in the batch
         logps = torch.cat(results)
         return dict(zip(batch_keys(batch), logps.double().tolist(), strict=True))
@@ -71,6 +72,23 @@ def _score_batch(trainer: Any, model: Any, stock: Callable[..., Any], features: 
     logps[~batch["kto_tags"].cpu()] = rejected.double().cpu()
     scored = dict(zip(batch_keys(batch), logps.tolist(), strict=True))
     return scored | dict(zip(batch_keys(batch, "kl_"), kl.double().tolist(), strict=True))
+
+
+def _forget_forwards(model: Any) -> None:
+    """Have ZeRO-3 record the order of training's modules from scratch, as if there had been no pass.
+
+    DeepSpeed 0.18.4 (partitioned_param_coordinator.py 530) remembers which weights to release after which module for
+    good, also when the order it was derived from turns out wrong. From forwards alone it learns that the last layers
+    and the head are not needed again, and would gather them once more for every backward.
+    """
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    if offload is None:
+        return
+    coordinator = offload.get_param_coordinator()
+    if coordinator.is_complete_trace():
+        coordinator._invalidate_trace()
+    marked = type(coordinator)._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(marked).nonlocals["func"].cache_clear()  # an lru_cache within a function that marks its time
 
 
 @contextmanager

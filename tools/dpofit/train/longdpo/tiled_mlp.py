@@ -61,10 +61,10 @@ class TiledForward:
         """The stock result; `hidden` is [batch, tokens, width]."""
         if hidden.numel() <= TILE_TOKENS * hidden.shape[-1]:
             return self._stock(hidden)
+        self._refuse_dropout()
         trainable = [parameter for parameter in self._mlp.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not (hidden.requires_grad or trainable):
             return self.forward(hidden)
-        self._refuse_dropout()
         result: torch.Tensor = _Tiles.apply(self, hidden, *trainable)
         return result
 
@@ -106,6 +106,7 @@ class TiledForward:
             del output
             if grad_hidden is not None:
                 part(grad_hidden).copy_(grads.pop(0))
+            one = total = None
             for place, one in enumerate(grads):
                 total, grads[place] = sums[place], None  # type: ignore[call-overload]
                 if one is None:
@@ -114,6 +115,7 @@ class TiledForward:
                     sums[place] = one.to(torch.promote_types(one.dtype, torch.float32), copy=True)
                 else:
                     total.add_(one)
+            del one, total  # else the last weight's gradient would stay beside the next tile
         for place, parameter in enumerate(trainable):
             total = sums[place]
             sums[place] = None if total is None else total.to(parameter.dtype)
