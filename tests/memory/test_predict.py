@@ -75,7 +75,7 @@ REFUSED = {
     "stage": {"stage": "ppo"},
     "finetuning_type": {"finetuning": "oft"},
     "optim": {"optim": "galore_adamw"},
-    "quantization_bit": {"quantization_bit": 8, "finetuning": "lora"},
+    "quantization_bit": {"quantization_bit": 3, "finetuning": "lora"},
     "use_dora": {"use_dora": True, "finetuning": "lora"},
     "pissa_init": {"pissa_init": True, "finetuning": "lora"},
     "use_unsloth": {"use_unsloth": True, "finetuning": "lora"},

@@ -15,6 +15,8 @@ POINTS = {
     "dpo, autocast, Liger": {"liger": True},
     "orpo, eager attention": {"pure_bf16": True, "pref_loss": "orpo", "attention": "disabled"},
     "sft, no checkpointing": {"pure_bf16": True, "stage": "sft", "checkpointing": "none"},
+    "adapters on 8 bits": {"finetuning": "lora", "stage": "sft", "recipe": (("quantization_bit", 8),)},
+    "adapters on 4 bits": {"finetuning": "lora", "pure_bf16": True, "recipe": (("quantization_bit", 4),)},
     "adapters, unsloth gc": {"finetuning": "lora", "checkpointing": "unsloth"},
     "ZeRO-2": {"zero": "z2"},
     "ZeRO-3, offloaded": {"zero": "z3_offload"},

@@ -55,8 +55,9 @@ def _gpu_sum(job: Job, name: str, size_bytes: int, phase: str) -> str:
     spec = job.layer_spec(job.eval_rows if phase == "eval" else job.rows, trained=True)
     parameters = f"{model.parameters:,} parameters"
     shard = f" / {n} ranks" if job.zero_stage == 3 else ""
-    if name == "weights" and job.recipe.quantization_bit == 4:
-        return f"{model.layers} layers x {quantized_layer_bytes(job):,} B in 4 bits, the rest in bf16, and adapters"
+    if name == "weights" and job.quantization is not None:
+        layer_bytes, bits = quantized_layer_bytes(job), job.quantization.bits
+        return f"{model.layers} layers x {layer_bytes:,} B in {bits} bits, the rest in bf16, and adapters"
     if name == "weights":
         own = job.own_trained_parameters
         width = FP32 if job.full and job.autocast else BF16

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dpofit.hardware.cluster import Cluster
 from dpofit.memory.bands import Band, Selection, Trained, bands, own_parameters, trained_modules
-from dpofit.memory.spec import BF16, FP32, Attention, LayerSpec, Lora, SharedRow
+from dpofit.memory.spec import BF16, FP32, Attention, LayerSpec, Lora, Quantization, SharedRow
 from dpofit.models.shape import ModelShape
 from dpofit.recipe.recipe import Recipe, ZeroConfig
 
@@ -145,6 +145,14 @@ class Job:
         return FP32
 
     @property
+    def quantization(self) -> Quantization | None:
+        """How the frozen base is stored, if not in bf16."""
+        bits = self.recipe.quantization_bit
+        if bits is None:
+            return None
+        return Quantization(self.recipe.quantization_method, bits, self.recipe.double_quantization and bits == 4)
+
+    @property
     def lora_targets(self) -> frozenset[str]:
         """Module names that get an adapter; `all` is every linear of the layers (not the output head)."""
         names = frozenset(linear.name for linear in self.model.linears)
@@ -249,7 +257,7 @@ class Job:
             autocast=self.autocast,
             lora=lora,
             linears_save_inputs=self.zero_stage == 3,
-            dequantized_bytes_per_weight=BF16 if self.recipe.quantization_bit == 4 and trained else 0,
+            quantization=self.quantization if trained else None,
             shared=self.shared,
             tiled=self.on("tiled_mlp"),
         )

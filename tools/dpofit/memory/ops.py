@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dpofit.memory.quantized import quantized_linear
 from dpofit.memory.spec import BF16, FP32, LayerSpec, Lora
 from dpofit.memory.tape import Storage, Tape, Value
 from dpofit.models.shape import Linear
@@ -25,6 +26,11 @@ class Ops:
         spec, lora = self.spec, self.spec.lora
         if lora is not None and spec.lora_active and linear.name.rpartition(".")[2] in lora.targets:
             return self._lora_linear(x, linear, lora)
+        return self._frozen_or_trained(x, linear)
+
+    def _frozen_or_trained(self, x: Value, linear: Linear) -> Value:
+        if self.spec.quantization is not None:
+            return quantized_linear(self.spec, self.tape, x, linear, self.spec.quantization)
         return self.base_linear(x, linear)
 
     def base_linear(self, x: Value, linear: Linear, on_weight_gradient: Callable[[], None] | None = None) -> Value:
@@ -39,23 +45,15 @@ class Ops:
             # autocast casts the fp32 activation anew for every linear; the copy is what backward saves
             cast = tape.new(f"{linear.name}.cast", inputs * BF16, "activations")
         weight_cast = self._weight_cast(linear.name, weight_count) if spec.wide(linear.name) else None
-        if spec.dequantized_bytes_per_weight:
-            dequantized = tape.new(f"{linear.name}.dequantized", weight_count * BF16, "workspace")
         out = tape.new(f"{linear.name}.out", spec.tokens * linear.out_features * BF16, "activations")
         y = Value(out, x.needs_grad or trained)
-        if spec.dequantized_bytes_per_weight:
-            tape.drop(dequantized)
         source = cast or x.storage
 
         def backward(grad: Storage) -> None:
-            if spec.dequantized_bytes_per_weight:
-                weight = tape.new(f"{linear.name}.dequantized", weight_count * BF16, "workspace")
             gradient: Storage | None = None
             if x.needs_grad:
                 gradient = tape.new(f"{linear.name}.grad_in", inputs * BF16, "activation_grads")
                 gradient.view = True
-            if spec.dequantized_bytes_per_weight:
-                tape.drop(weight)
             if trained and on_weight_gradient is not None:
                 on_weight_gradient()
             elif trained:
@@ -90,11 +88,13 @@ class Ops:
     def _lora_linear(self, x: Value, linear: Linear, lora: Lora) -> Value:
         """peft tuners/lora/layer.py Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling."""
         spec, tape = self.spec, self.tape
-        base = self.base_linear(x, linear)
+        base = self._frozen_or_trained(x, linear)
         name = linear.name
         inputs, outputs = spec.tokens * linear.in_features, spec.tokens * linear.out_features
-        # fp32 adapters: _cast_input_dtype brings x to fp32; autocast then casts down again, and saves that copy
-        upcast = lora.adapter_bytes == FP32
+        # fp32 adapters: _cast_input_dtype brings x to fp32; autocast then casts down again, and saves that copy; but
+        # peft's tuners/lora/bnb.py leaves x to autocast
+        bnb = spec.quantization is not None and spec.quantization.method == "bnb"
+        upcast = lora.adapter_bytes == FP32 and not (bnb and spec.autocast)
         width = FP32 if upcast and not spec.autocast else BF16  # bytes an element of what adapters compute
         wide: Storage | None = None
         saved_in = tape.hold(x.storage)
@@ -107,7 +107,7 @@ class Ops:
             dropped = tape.new(f"{name}.lora_dropout", inputs * width, "activations")
             mask = tape.new(f"{name}.lora_mask", inputs, "activations")
         casts: list[Storage] = []
-        if upcast and spec.autocast:
+        if lora.adapter_bytes == FP32 and spec.autocast:
             casts = [self._weight_cast(f"{name}.lora_A", lora.rank * linear.in_features),
                      self._weight_cast(f"{name}.lora_B", lora.rank * linear.out_features)]  # fmt: skip
         tape.mark("pre", f"{name}.lora_A")
@@ -120,10 +120,15 @@ class Ops:
         tape.mark("post", f"{name}.lora_B")
         scaled = tape.new(f"{name}.lora_scaled", outputs * width, "activations")
         tape.drop(b)
-        total = tape.new(f"{name}.lora_out", outputs * width, "activations")
+        narrows_first = bnb and width == FP32  # peft's tuners/lora/bnb.py: output.to(expected_dtype), then the sum
+        if narrows_first:
+            narrow = tape.new(f"{name}.lora_narrow", outputs * BF16, "activations")
+            tape.drop(scaled)
+            scaled = narrow
+        total = tape.new(f"{name}.lora_out", scaled.size_bytes, "activations")
         y = Value(total, True)
         tape.drop(scaled, base.storage)
-        if width == FP32:  # result.to(torch_result_dtype)
+        if width == FP32 and not narrows_first:  # result.to(torch_result_dtype)
             y.storage = tape.new(f"{name}.lora_result", outputs * BF16, "activations")
             tape.drop(total)
         tape.drop(wide)
@@ -131,7 +136,7 @@ class Ops:
         def backward(grad: Storage) -> None:
             total_grad = tape.new(f"{name}.grad_total", outputs * FP32 if width == FP32 else 0, "activation_grads")
             base_grad = tape.hold(grad)
-            if width == FP32:
+            if width == FP32 and not narrows_first:
                 tape.drop(base_grad)
                 base_grad = tape.new(f"{name}.grad_base", outputs * BF16, "activation_grads")
             scaled_grad = tape.new(f"{name}.grad_scaled", outputs * width, "activation_grads")
@@ -145,6 +150,8 @@ class Ops:
             self._adapter_gradient(f"{name}.lora_A", lora.rank * linear.in_features, lora)
             if x.needs_grad:
                 low = tape.new(f"{name}.grad_lora_in", inputs * width, "activation_grads")
+                if dropped is None:
+                    tape.drop(saved_in)
                 if upcast:
                     up = low if width == FP32 else tape.new(f"{name}.grad_lora_wide", inputs * FP32, "activation_grads")
                     if up is not low:
@@ -153,14 +160,16 @@ class Ops:
                     tape.drop(up)
                 low.view = not upcast
                 tape.give(x, low)
+            elif dropped is None:
+                tape.drop(saved_in)
             tape.mark("post_backward", f"{name}.lora_A")
             tape.drop(a_grad)
             tape.give(base, base_grad)
 
-        saved = [saved_in, a] if dropped is None else [mask, dropped, a]
+        saved = [a] if dropped is None else [mask, dropped, a]  # backward itself lets go of the input
         tape.node(y, saved + casts, backward)
         self._keep_weight_casts(*casts)
-        tape.drop(saved_in if tape.grad else None, a, dropped)
+        tape.drop(saved_in if tape.grad and dropped is not None else None, a, dropped)
         if lora.dropout:
             tape.drop(mask)
         return y

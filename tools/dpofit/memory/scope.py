@@ -74,9 +74,12 @@ def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
         "use_muon": (recipe.use_muon, "Muon", "Leave it out"),
         "shift_attn": (recipe.shift_attn, "shifted sparse attention", "Leave it out"),
         "quantization_bit": (
-            recipe.quantization_bit not in (None, 4) or (
-                recipe.quantization_bit == 4 and recipe.quantization_method != "bnb"),
-            f"{recipe.quantization_bit} bits by {recipe.quantization_method}", "Modelled: 4 bits by bnb"),
+            recipe.quantization_bit is not None and (
+                recipe.quantization_method != "bnb" or recipe.quantization_bit not in (4, 8)),
+            f"{recipe.quantization_bit} bits by {recipe.quantization_method}", "Modelled: 4 and 8 bits by bnb"),
+        "disable_gradient_checkpointing": (
+            recipe.quantization_bit == 8 and not recipe.gradient_checkpointing,
+            "an 8-bit base without gradient checkpointing", "Leave gradient checkpointing on"),
         "per_device_train_batch_size": (
             recipe.micro_batch > LARGEST, f"a batch of {recipe.micro_batch:,}", f"Modelled: up to {LARGEST:,}"),
         "per_device_eval_batch_size": (

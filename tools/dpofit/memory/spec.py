@@ -46,6 +46,15 @@ class SharedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a frozen base's linear weights are stored. `nested`: their scales are quantized too."""
+
+    method: str  # bnb
+    bits: int
+    nested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """How layers compute: what is trained, in which dtype, with which kernels."""
 
@@ -59,7 +68,7 @@ class LayerSpec:
     lora: Lora | None = None
     linears_save_inputs: bool = False  # ZeRO-3: deepspeed runtime/zero/linear.py saves them, frozen weight or not
     lora_active: bool = True  # False in the reference forward of a LoRA run
-    dequantized_bytes_per_weight: int = 0  # 4-bit base: each linear first writes its bf16 weight
+    quantization: Quantization | None = None  # of the frozen base
     shared: SharedRow | None = None  # shared_prompt: what the one row is made of
     tiled: bool = False  # tiled_mlp
 

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from dpofit.memory.job import Job
 from dpofit.memory.optimizers import offloaded_states, update_of
 from dpofit.memory.program import Space
+from dpofit.memory.quantized import stored_bytes
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.tensors import Tensor, largest_tensor, parameter_tensors, trained_tensors
 from dpofit.memory.zero import ZeroSizes
-
-# bitsandbytes functional.py quantize_4bit: one fp32 absmax per 64 weights; double quantization stores it in 8 bits
-# with one fp32 per 256 of them (create 8-bit blockwise) and a 256-entry code book.
-NF4_BLOCK, NESTED_BLOCK = 64, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +32,13 @@ class State:
 
 
 def quantized_layer_bytes(job: Job) -> int:
-    """Bytes of one decoder layer's frozen weights on the GPU, 4-bit when quantized."""
-    model = job.model
-    if job.recipe.quantization_bit != 4:
+    """Bytes of one decoder layer's frozen weights on the GPU, in few bits when quantized."""
+    model, kind = job.model, job.quantization
+    if kind is None:
         return model.layer_parameters * BF16
     weights = sum(linear.in_features * linear.out_features for linear in model.linears)
-    others = model.layer_parameters - weights
-    blocks = weights / NF4_BLOCK
-    absmax = blocks * (1 + FP32 / NESTED_BLOCK) if job.recipe.double_quantization else blocks * FP32
-    return math.ceil(weights / 2 + absmax) + others * BF16
+    stored = sum(stored_bytes(kind, linear) for linear in model.linears)
+    return stored + (model.layer_parameters - weights) * BF16
 
 
 def base_weight_bytes(job: Job) -> int:

@@ -62,6 +62,7 @@ class Tape:
         self.prefix, self.grad = prefix, grad
         self.nodes: list[Node] = []
         self.weight_casts: list[Storage] | None = None  # autocast's cache, when it outlives the tape's operators
+        self._kept: list[Storage] = []  # what contexts hold as attributes, to the end of the graph
         self._records: list[tuple[Storage, int] | Mark] = []
         self._serial: dict[str, int] = {}
 
@@ -130,6 +131,10 @@ class Tape:
 
         self.nodes.append(Node(output, saved, hooked))
 
+    def keep(self, storage: Storage) -> None:
+        """Hold until the graph goes, when all of it has run backward."""
+        self._kept.append(self.hold(storage))
+
     def give(self, value: Value, gradient: Storage) -> None:
         """Hand a gradient (held for the receiver) to `value`. A second one is added in place when nobody else holds
         the first and it is no view, else into a new storage (torch/csrc/autograd/input_buffer.cpp accumulate)."""
@@ -153,3 +158,6 @@ class Tape:
                 node.backward(gradient)
             self.drop(*node.saved)
             self.drop(gradient)
+        if not self.nodes:
+            self.drop(*self._kept)
+            self._kept = []

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpofit.trace import kernels, long_context, older, stubs
+from dpofit.trace import kernels, long_context, older, quantized, stubs
 from dpofit.trace.device import GPU
 from dpofit.trace.request import TraceRequest
 
@@ -49,6 +49,8 @@ def cuda_semantics(request: TraceRequest) -> Iterator[list[str]]:
         patch(transformers.masking_utils, "is_tracing", lambda *_: False)
         patch(flash, "is_tracing", lambda *_: False)
         patch(torch.nn.functional, "scaled_dot_product_attention", kernels.sdpa)
+        on_cpu = torch.is_autocast_enabled  # without a device PEFT's bnb layers ask about CUDA
+        patch(torch, "is_autocast_enabled", lambda device="cpu": on_cpu(device))
         done.append("sdpa: torch's CUDA kernels by mask (flash, memory-efficient), as their meta functions")
         if request.attention == "fa2":
             functions = (
@@ -66,6 +68,8 @@ def cuda_semantics(request: TraceRequest) -> Iterator[list[str]]:
         properties = SimpleNamespace(multi_processor_count=request.multiprocessors, major=9, minor=0)
         patch(torch.cuda, "get_device_properties", lambda *_: properties)
         patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        if request.quantization_bit:
+            done.append("bitsandbytes: its layers' stored tensors and the temporaries of its kernels")
         if request.liger:
             stack.enter_context(stubs.importable_triton())  # Liger imports its kernels when they are first called
             _patch_liger(patch)
@@ -158,8 +162,12 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
     model.config._attn_implementation = implementation
     if request.transformers < (4, 46):
         older.fp32_logits(model)
+    packed = request.quantization_bit if trainable else None
+    if packed:
+        with torch.device("meta"):
+            quantized.quantize(model, packed, request.double_quantization)
     patch_model(model, None, model_args, trainable, False)
-    with torch.device("meta"):
+    with torch.device("meta"), quantized.importable() if packed else nullcontext():
         if request.precision == "deepspeed":
             with mock.patch("llamafactory.model.adapter.is_deepspeed_zero3_enabled", lambda: True):
                 model = init_adapter(config, model, model_args, finetuning_args, trainable)

@@ -29,6 +29,8 @@ class TraceRequest:
     tied_embeddings: bool
     rows: int
     tokens: int
+    quantization_bit: int | None = None  # 4, 8: by bitsandbytes
+    double_quantization: bool = False
     max_positions: int = 32768
     sliding_window: int | None = None
     stage: str = "dpo"
