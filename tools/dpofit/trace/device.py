@@ -34,6 +34,9 @@ def deepspeed_accelerator(pin: Any) -> Any:
         def device(self, device_index: int | None = None) -> torch.device:
             return GPU
 
+        def device_count(self) -> int:
+            return 1  # the CPU's own asks numactl, a process each time
+
         def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
             return pin(tensor)
 

@@ -52,6 +52,7 @@ def trace_step(
             kernels.CUDA_WORKSPACE if request.cuda else kernels.CPU_WORKSPACE,
             lambda tensor: _scalar(tensor, request),
             kernels.accumulate_in_place,
+            Memo(fake),
         )
         model, reference = build_models(request, fake)
         _record_weights(recorder, model, "weights")
@@ -78,7 +79,6 @@ def build_models(request: TraceRequest, fake: FakeTensorMode | None) -> tuple[An
 def _no_collector() -> Iterator[None]:
     """What dies in a reference cycle dies when the collector happens to run; here it stays, the same every time."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     with mock.patch.object(gc, "collect", lambda *_: 0):  # deepspeed collects at each line it logs
         yield

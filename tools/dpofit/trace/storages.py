@@ -7,15 +7,19 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from dpofit.trace.device import space_of
+from dpofit.trace.memo import Memo
 
 aten = torch.ops.aten
+_STAND_INS = str(Path(__file__).with_name("zero.py"))  # for functions of deepspeed, named as they are
 
 
 @dataclass(slots=True)
@@ -151,6 +155,8 @@ def _deepspeed_function() -> str:
         path = frame.f_code.co_filename
         if "/deepspeed/runtime/" in path:
             return frame.f_code.co_name
+        if path == _STAND_INS:
+            return frame.f_code.co_name.removeprefix("_")
         if "/transformers/" in path or "/llamafactory/" in path:
             return ""
         frame = frame.f_back  # type: ignore[assignment]
@@ -169,11 +175,19 @@ class StorageMode(TorchDispatchMode):
         workspace: dict[Any, Workspace],
         scalar: Callable[[torch.Tensor], Any],
         reuse: Callable[[Any, tuple[Any, ...]], torch.Tensor | None],
+        memo: Memo,
     ):
         super().__init__()
+        self.memo = memo
         self.recorder, self.workspace, self.scalar, self.reuse = recorder, workspace, scalar, reuse
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles here, and guarding every operation against it costs as much as the operation
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         recorder = self.recorder
         name = func.name().removeprefix("aten::")
@@ -191,11 +205,15 @@ class StorageMode(TorchDispatchMode):
             # gather's backward is in place for plain tensors, out of place for tensor subclasses
             # (torch 2.13 FunctionsManual.cpp gather_backward, areAnyTensorSubclassLike)
             return aten.scatter_add_.default(*args, **kwargs)
+        elif func is aten.index.Tensor and (rows := _tagged_rows(args[1])) is not None:
+            out = func(args[0], [args[0].new_empty(rows, dtype=torch.int64)])
         else:
             reused = self.reuse(func, args)
             if reused is not None:
                 return reused
-            out = func(*args, **kwargs)
+            out = self.memo.call(func, args, kwargs)
+        if func is aten.bitwise_not.default:
+            out.is_rest = True
         # ATen TensorConversions.cpp: a non-blocking copy to the CPU lands in pinned memory
         pinned = func is aten._to_copy.default and bool(kwargs.get("non_blocking"))
         for tensor in tree_iter(out):
@@ -205,3 +223,11 @@ class StorageMode(TorchDispatchMode):
         if size is not None:  # beside the output, which is allocated first
             recorder.transient(size(args, kwargs), name)
         return out
+
+
+def _tagged_rows(indices: Any) -> int | None:
+    """How many rows a mask of rows takes, KTO's tags: half are chosen, `~tags` are the rest."""
+    first = indices[0] if indices else None
+    if first is None or first.dtype != torch.bool or first.ndim != 1:
+        return None
+    return first.numel() // 2 if getattr(first, "is_rest", False) else -(-first.numel() // 2)

@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu",
     "ACCELERATE_USE_DEEPSPEED": "true",
 }  # fmt: skip
+_COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter_tensor")
 
 
 class _CpuAdam:
@@ -31,6 +32,26 @@ class _CpuAdam:
 
     def load(self) -> _CpuAdam:
         return self
+
+
+def _wait(handle: Any, handle_dependency: bool = True) -> None:
+    """AllGatherCoalescedHandle.wait (partition_parameters.py:729) allocates a parameter by putting together a view of
+    every rank's part of the flat buffer; here the parameter alone is made, not a view a rank."""
+    if handle.complete:
+        return
+    for param in handle.params:
+        param.data = torch.empty(param.ds_shape, dtype=param.ds_tensor.dtype, device=GPU)
+        param.ds_status = type(param.ds_status).AVAILABLE
+    handle.complete = True
+
+
+def _allgather_params(init: Any, param_list: list[Any], hierarchy: int = 0) -> None:
+    """Init._allgather_params (partition_parameters.py:1989): a flat buffer, then each parameter, likewise."""
+    elements = sum(param.ds_tensor.ds_numel for param in param_list) * init.num_partitions
+    flat = torch.empty(elements, dtype=param_list[0].ds_tensor.dtype, device=init.local_device)
+    for param in param_list:
+        param.data = torch.empty(param.ds_shape, dtype=param.ds_tensor.dtype, device=init.local_device)
+    del flat
 
 
 @contextmanager
@@ -57,7 +78,8 @@ def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
         import deepspeed
         import deepspeed.ops.adam.cpu_adam
         import deepspeed.utils.groups
-        from deepspeed.runtime.zero import partitioned_param_coordinator
+        from deepspeed.comm.torch import Noop, TorchBackend
+        from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
 
         # Compares this rank with the others; alone, rank 0 agrees with itself.
         patch = mock.patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda *_: None)
@@ -65,6 +87,10 @@ def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
         stack.enter_context(mock.patch.object(deepspeed.ops.adam.cpu_adam, "CPUAdamBuilder", _CpuAdam))
         stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}))
         stack.enter_context(_forgetting(deepspeed.utils.groups))
+        stack.enter_context(mock.patch.object(partition_parameters.AllGatherCoalescedHandle, "wait", _wait))
+        stack.enter_context(mock.patch.object(partition_parameters.Init, "_allgather_params", _allgather_params))
+        for collective in _COLLECTIVES:
+            stack.enter_context(mock.patch.object(TorchBackend, collective, lambda *_, **__: Noop()))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         stack.callback(_leave)
         yield

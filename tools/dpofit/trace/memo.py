@@ -1,0 +1,147 @@
+"""Answers an operation already seen on tensors of the same kind with new fake tensors, without asking torch again.
+
+FakeTensorMode has a cache too, whose general keys cost more than most operations here; a trace is 85,000 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_iter
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NOT_TWICE_ALIKE = (  # what comes out, or what happens, depends on more than the kinds of the arguments
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.inplace_view,
+)
+_MOVING = ("aten::set_", "aten::resize", "aten::lift", "inductor::")  # change or wrap a tensor in place
+
+Made = tuple[int | None, tuple[int, ...], tuple[int, ...], int, torch.dtype, torch.device]
+# (argument whose storage it shares or None, shape, stride, storage offset, dtype, device)
+
+_ANSWERS: dict[tuple[Any, ...], tuple[str, Any]] = {}  # of the process, like FakeTensorMode's own
+
+
+class Memo:
+    """What each (operation, kinds of arguments) gave: an argument itself, views of one, new tensors, plain values."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self._fake = fake
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a fake tensor on each device
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """`func(*args, **kwargs)`: its outputs, their aliasing and devices are those of the operation itself."""
+        parts: list[Any] = [func]
+        if _excluded(func) or not _describe(parts, args):
+            return func(*args, **kwargs)
+        for name, value in kwargs.items():
+            parts.append(name)
+            if not _describe(parts, (value,)):
+                return func(*args, **kwargs)
+        key = tuple(parts)
+        answer = _ANSWERS.get(key)
+        if answer is None:
+            out = func(*args, **kwargs)
+            _ANSWERS[key] = _learned(func, args, out, parts)
+            return out
+        kind, learned = answer
+        if kind == "unknown":
+            return func(*args, **kwargs)
+        if kind == "argument":
+            return args[learned]
+        if kind == "plain":
+            return learned
+        if kind == "one":
+            return self._make(learned, args)
+        container, several = learned
+        return container(None if made is None else self._make(made, args) for made in several)
+
+    def _make(self, made: Made, args: Sequence[Any]) -> FakeTensor:
+        shares, shape, stride, offset, dtype, device = made
+        with torch._C._DisableTorchDispatch():
+            if shares is None:
+                elem = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            else:
+                elem = torch.empty(0, dtype=dtype, device="meta")
+                elem.set_(args[shares].untyped_storage(), offset, shape, stride)
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            out = FakeTensor(self._fake, elem, device)
+            self._attributes[device] = dict(out.__dict__)
+            return out
+        out = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+            FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(out)
+        out.__dict__.update(attributes)
+        return out
+
+
+@cache
+def _excluded(func: Any) -> bool:
+    return any(tag in func.tags for tag in _NOT_TWICE_ALIKE) or func.name().startswith(_MOVING)
+
+
+def _describe(parts: list[Any], values: Sequence[Any]) -> bool:
+    """Append what tells these arguments from others; False when something among them can't be told."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None:
+                return False
+            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+        elif kind is list or kind is tuple or kind is torch.Size:
+            parts += (kind, len(value))
+            if not _describe(parts, value):
+                return False
+        elif isinstance(value, torch.nn.Parameter) and isinstance(value, FakeTensor):
+            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+        elif isinstance(value, _PLAIN):
+            parts += (kind, value)  # 1 and 1.0 hash alike
+        else:
+            return False
+    return True
+
+
+def _learned(func: Any, args: Sequence[Any], out: Any, parts: list[Any]) -> tuple[str, Any]:
+    if func._schema.is_mutable:
+        after: list[Any] = [func]
+        if not _describe(after, args) or after != parts[: len(after)]:
+            return "unknown", None
+    if isinstance(out, torch.Tensor):
+        for index, value in enumerate(args):
+            if value is out:
+                return "argument", index
+        made = _made(args, out)
+        return ("unknown", None) if made is None else ("one", made)
+    if out is None or isinstance(out, int | float | bool):
+        return "plain", out
+    if type(out) in (list, tuple):
+        several = [_made(args, item) if isinstance(item, torch.Tensor) else None for item in out]
+        if all((made is None) == (item is None) for made, item in zip(several, out, strict=True)):
+            return "several", (type(out), several)
+    return "unknown", None
+
+
+def _made(args: Sequence[Any], out: torch.Tensor) -> Made | None:
+    if type(out) is not FakeTensor or out.constant is not None or out.requires_grad or out.dtype.is_complex:
+        return None
+    storage = out.untyped_storage()
+    shares = None
+    for index, value in enumerate(args):
+        for tensor in tree_iter(value):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata == storage._cdata:
+                if tensor is not value:
+                    return None  # a view of one in a list
+                shares = index
+    shape, stride, offset = tuple(out.shape), tuple(out.stride()), int(out.storage_offset())
+    if shares is None:
+        alone = torch.empty_strided(shape, stride, dtype=out.dtype, device=out.fake_device)
+        if offset or alone.untyped_storage().nbytes() != storage.nbytes():
+            return None  # part of something else
+    return shares, shape, stride, offset, out.dtype, out.fake_device
