@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
-import os
 import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -45,7 +43,7 @@ class Case:
     loss: str = "sigmoid"
     batch: int = 1
     accumulation: int = 1
-    dtype: str = "fp32"
+    dtype: str = "fp32"  # bf16: fp32 weights under autocast; pure_bf16: bf16 weights, as under ZeRO-3
     steps: int = 20
     extra: tuple[tuple[str, Any], ...] = ()
 
@@ -77,13 +75,14 @@ def make_model(case: Case, folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    base = folder / f"{case.family}-{case.head == 'tied'}"
+    base = folder / f"{case.family}-{case.head == 'tied'}-{case.dtype == 'pure_bf16'}"
     if not base.exists():
         torch.manual_seed(1)
         more = {"sliding_window": None} if case.family == "mistral" else {}
         config = AutoConfig.for_model(case.family, **shape(case), **more)
         config.initializer_range = 0.1
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16().float().save_pretrained(base)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16()
+        (model if case.dtype == "pure_bf16" else model.float()).save_pretrained(base)
         AutoTokenizer.from_pretrained(ASSETS / "tokenizer").save_pretrained(base)
     return base
 
@@ -102,7 +101,8 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
         "gradient_accumulation_steps": case.accumulation, "max_steps": case.steps, "learning_rate": 1e-3,
         "max_grad_norm": 1e6,  # DeepSpeed clips later than the gradients are looked at
         "save_strategy": "no", "report_to": "none", "logging_steps": 1, "dataloader_num_workers": 0,
-        "preprocessing_num_workers": 1, "disable_tqdm": True, "bf16": case.dtype == "bf16",
+        "preprocessing_num_workers": 1, "disable_tqdm": True,
+        "bf16": case.dtype == "bf16", "pure_bf16": case.dtype == "pure_bf16",
         **lora, **LOSSES[case.loss], **dict(case.extra),
     }  # fmt: skip
 
@@ -157,8 +157,10 @@ def recording(seen: Seen, case: Case) -> list[Hook]:
             if case.dtype == "fp32"
             else []
         ),
-        Hook(OWNER, "transformers.training_args:is_torch_bf16_gpu_available", lambda stock: lambda: True),
-        Hook(OWNER, "transformers.utils:is_torch_bf16_gpu_available", lambda stock: lambda: True),
+        *(
+            Hook(OWNER, f"{module}:is_torch_bf16_gpu_available", lambda stock: lambda: True)
+            for module in ("transformers.training_args", "transformers.utils", "llamafactory.hparams.parser")
+        ),
     ]
 
 
@@ -178,8 +180,10 @@ def recorder(seen: Seen) -> Any:
             )
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if logs and "loss" in logs:
-                seen.metrics.append({name: float(value) for name, value in logs.items()})
+            timed = ("runtime", "per_second", "flos", "epoch")
+            seen.metrics.append(
+                {name: float(value) for name, value in logs.items() if not any(part in name for part in timed)}
+            )
 
     return Recorder()
 
@@ -214,6 +218,18 @@ def gradient_error(stock: Seen, long: Seen) -> float:
     return worst
 
 
+def bf16_error(exact: Seen, rounded: Seen) -> tuple[float, float]:
+    """How far a bf16 run is from the fp32 one: root of the summed squares of the log-probs' differences, and the mean
+    over steps of the gradients' relative difference."""
+    logps = zip(exact.logps, rounded.logps, strict=True)
+    scores = sum((a - b) ** 2 for one, other in logps for a, b in zip(one, other, strict=True)) ** 0.5
+    steps = []
+    for one, other in zip(exact.gradients, rounded.gradients, strict=True):
+        apart = sum(float((one[name] - other[name].float()).square().sum()) for name in one)
+        steps.append((apart / sum(float(gradient.square().sum()) for gradient in one.values())) ** 0.5)
+    return scores, sum(steps) / len(steps)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without what LLaMA-Factory and transformers tell of a run; an exception still carries its own text."""
@@ -224,6 +240,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(previous)
-
-
-__all__ = ["Case", "LOSSES", "Seen", "gradient_error", "json", "logp_error", "loss_error", "os", "run"]

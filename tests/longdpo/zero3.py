@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpofit.trace.sequence import record_sequence
 from dpofit.train import hooks
 from dpofit.train.hooks import Hook
-from dpofit.trace.sequence import record_sequence
 from tests.longdpo.runs import Case, Seen, gradient_error, logp_error, loss_error, run
 
 OWNER = "zero3-test"

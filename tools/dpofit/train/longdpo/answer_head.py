@@ -88,7 +88,14 @@ class _TargetLogps(torch.autograd.Function):
             slope.scatter_add_(1, local.clamp(0, len(part) - 1)[:, None], torch.where(inside, grad, 0)[:, None])
             lowered = slope.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden += lowered @ part
+                grad_hidden += _product(lowered, part)
             if grad_weight is not None:
                 torch.mm(lowered.t(), hidden, out=grad_weight[tokens])
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in fp32, unrounded: the slices of a sum that stock rounds once."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)  # the accumulators of the same kernel, as they are
+    return left.float() @ right.float()

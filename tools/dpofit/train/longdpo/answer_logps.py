@@ -51,10 +51,9 @@ def answer_positions(labels: Tensor) -> tuple[Tensor, Tensor]:
 
     The state before a label predicts it; a row's first label has none. One device synchronisation (n is data).
     """
-    targets = labels[:, 1:]
-    counts = targets != IGNORE_INDEX
-    row, position = counts.nonzero(as_tuple=True)
-    return row * labels.shape[1] + position, targets[counts]
+    row, position = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
+    before = row * labels.shape[1] + position
+    return before, labels.flatten().index_select(0, before + 1)
 
 
 def sequence_logps(logps: Tensor, labels: Tensor, ld_alpha: float | None = None) -> tuple[Tensor, Tensor]:

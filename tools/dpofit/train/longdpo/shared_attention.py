@@ -64,6 +64,10 @@ def lower_right_sdpa(
     from torch.nn.attention.bias import causal_lower_right
     from transformers.integrations.sdpa_attention import repeat_kv
 
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # which F.scaled_dot_product_attention does itself only for a plain mask
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (states.to(dtype) for states in (query, key, value))
     # Only the flash kernel reads grouped keys and values in place.
     grouped = can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, True))
     if not grouped:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask
 
 from dpofit.errors import Problem
 from dpofit.train.hooks import Hook
@@ -49,6 +50,9 @@ def model_problems(config: Any) -> list[Problem]:
     if config._attn_implementation not in (None, *IMPLEMENTATIONS):
         wrong = f"is {config._attn_implementation}; shared_prompt knows {', '.join(IMPLEMENTATIONS)}"
         problems.append(Problem("model", "attn_implementation", wrong, "Set flash_attn to sdpa or fa2."))
+    if config._attn_implementation == "flash_attention_2" and flash_attn_supports_top_left_mask():
+        wrong = "aligns causal masks to the upper left (flash-attn before 2.1); shared_prompt needs the lower right"
+        problems.append(Problem("model", "attn_implementation", wrong, "Set flash_attn to sdpa, or update flash-attn."))
     return problems
 
 

@@ -1,0 +1,135 @@
+"""answer_logps and shared_prompt change nothing that training computes: losses, log-probs and gradients are stock's."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.longdpo.runs import LOSSES, Case, Seen, bf16_error, gradient_error, logp_error, loss_error, run
+
+pytestmark = pytest.mark.stack
+
+LOGPS, PROMPT, BOTH = ("answer_logps",), ("shared_prompt",), ("answer_logps", "shared_prompt")
+SAME = 1e-5  # relative; fp32 sums in another order
+FAMILIES = ("qwen2", "llama", "mistral", "qwen3")
+
+
+def chosen_cases() -> Iterator[Case]:
+    """One of each kind of everything; what is not tried together here is tried with DPOFIT_TEST_ALL=1."""
+    yield Case()  # 20 steps
+    few = functools.partial(Case, steps=5)
+    yield few("llama", "lora", "own", loss="ipo", accumulation=2)
+    yield few("qwen3", "full", "tied", loss="orpo")
+    yield few("mistral", "lora", "trained", loss="ld_alpha")
+    yield few("qwen2", "lora", "own", loss="simpo", batch=2, accumulation=2)
+    yield few("llama", "full", "own", loss="ftx", batch=2)
+    yield few("qwen3", "full", "own", loss="bco", batch=2)
+
+
+def all_cases() -> Iterator[Case]:
+    heads = [("full", "own"), ("full", "tied"), ("lora", "own"), ("lora", "tied"), ("lora", "trained")]
+    sizes = itertools.cycle([(1, 1), (2, 1), (1, 2), (2, 2)])
+    for family, (tuning, head), loss in itertools.product(FAMILIES, heads, LOSSES):
+        for _ in range(2):
+            batch, accumulation = next(sizes)
+            yield Case(family, tuning, head, loss=loss, batch=batch, accumulation=accumulation)
+
+
+def cases() -> Iterator[tuple[Case, tuple[str, ...]]]:
+    """shared_prompt takes one pair at a time."""
+    for case in all_cases() if os.environ.get("DPOFIT_TEST_ALL") else chosen_cases():
+        for pieces in [LOGPS, PROMPT, BOTH] if case.batch == 1 else [LOGPS]:
+            yield case, pieces
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("longdpo")
+
+
+@functools.lru_cache(maxsize=4)  # cases come in order; gradients of many runs would fill the memory
+def stock_run(case: Case, folder: Path) -> Seen:
+    return run(case, (), folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "pieces"), list(cases()), ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value)
+)
+def test_dpo_is_the_same(case: Case, pieces: tuple[str, ...], folder: Path) -> None:
+    stock, long = stock_run(case, folder), run(case, pieces, folder)
+    assert len(long.losses) == case.steps * case.accumulation
+    assert loss_error(stock, long) < SAME
+    assert logp_error(stock, long) < SAME
+    assert gradient_error(stock, long) < SAME
+
+
+@pytest.mark.parametrize("pieces", [(), LOGPS, PROMPT, BOTH], ids="+".join)
+def test_the_first_loss_is_ln_2(pieces: tuple[str, ...], folder: Path) -> None:
+    first = run(replace(Case(), steps=1), pieces, folder).losses[0]
+    assert math.isclose(first, math.log(2), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("stage", ["kto", "sft"])
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_answer_logps_leaves_other_stages_the_same(stage: str, tuning: str, folder: Path) -> None:
+    case = Case(tuning=tuning, stage=stage, batch=2, accumulation=2, steps=4)
+    stock, long = run(case, (), folder), run(case, LOGPS, folder)
+    assert loss_error(stock, long) < SAME
+    assert gradient_error(stock, long) < SAME
+    for one, other in zip(stock.metrics, long.metrics, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+
+
+def test_evaluation_is_the_same(folder: Path) -> None:
+    evaluates = (("val_size", 0.2), ("eval_strategy", "steps"), ("eval_steps", 2), ("per_device_eval_batch_size", 1))
+    case = Case(steps=2, extra=evaluates)
+    stock = [metrics for metrics in run(case, (), folder).metrics if "eval_loss" in metrics]
+    for pieces in (LOGPS, BOTH):
+        long = [metrics for metrics in run(case, pieces, folder).metrics if "eval_loss" in metrics]
+        assert len(long) == len(stock) > 0
+        assert long[0]["eval_loss"] == pytest.approx(stock[0]["eval_loss"], rel=SAME)
+        assert long[0]["eval_logps/rejected"] == pytest.approx(stock[0]["eval_logps/rejected"], rel=SAME)
+
+
+def test_answer_logps_keeps_the_meaning_of_every_metric(folder: Path) -> None:
+    case = Case(batch=2, steps=3)
+    for one, other in zip(stock_run(case, folder).metrics, run(case, LOGPS, folder).metrics, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+        assert "train_loss" in one or "logits/chosen" in one
+
+
+def test_shared_prompt_names_its_mean_of_logits_differently(folder: Path) -> None:
+    """Stock's is over padding too. Where a pair has no padding the two are the same number."""
+    case = Case(steps=12)
+    stock = [metrics for metrics in stock_run(case, folder).metrics if "loss" in metrics]
+    alone, both = (
+        [metrics for metrics in run(case, pieces, folder).metrics if "loss" in metrics] for pieces in (PROMPT, BOTH)
+    )
+    for metrics in (*alone, *both):
+        assert "logits/chosen" not in metrics
+    for one, other in zip(alone, both, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+    gaps = [abs(a["logits/chosen"] - b["logits/chosen_unpadded"]) for a, b in zip(stock, alone, strict=True)]
+    assert min(gaps) < 1e-6
+    assert max(gaps) > 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "pure_bf16"])
+def test_bf16_is_no_further_from_fp32_than_stocks(dtype: str, folder: Path) -> None:
+    """At weights that stay where they are, so that steps are independent: log-probs and gradients."""
+    still = Case(steps=8, extra=(("learning_rate", 0.0),))
+    exact = run(still, (), folder)
+    stock = bf16_error(exact, run(replace(still, dtype=dtype), (), folder))
+    assert stock[0] > 1e-3 and stock[1] > 1e-3  # the run was in bf16
+    logps = bf16_error(exact, run(replace(still, dtype=dtype), LOGPS, folder))
+    assert logps == pytest.approx(stock, rel=0.01)
+    both = bf16_error(exact, run(replace(still, dtype=dtype), BOTH, folder))
+    # Its products have other shapes, so other roundings; over 8 steps their sizes agree to a few percent.
+    assert both[0] < 1.1 * stock[0] and both[1] < 1.1 * stock[1]
