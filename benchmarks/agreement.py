@@ -104,7 +104,10 @@ def grid() -> Iterator[Point]:
 
 
 def knobs(model: str, finetuning: str) -> Iterator[Point]:
-    """Keys of their own that say what is trained."""
+    """Stages beside the ones above, and keys that say what is trained."""
+    for stage, zero, pairs in product(("kto", "rm"), ("none", "z2", "z3"), (1, 2)):
+        yield Point(model, stage=stage, finetuning=finetuning, zero=zero, pairs=pairs)
+        yield Point(model, stage=stage, finetuning=finetuning, zero=zero, pairs=pairs, checkpointing="none", liger=True)
     if finetuning == "full":
         for layers, modules, extra in (
             (2, ("all",), ()), (-1, ("all",), ()), (2, ("mlp",), ("norm",)), (1, ("all",), ("embed_tokens",)),

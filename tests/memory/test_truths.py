@@ -125,13 +125,16 @@ def test_liger_removes_the_logits_of_sft():
     assert tokens * 152_064 * 2 > 8 * chunk * 152_064 * 2
 
 
-@pytest.mark.parametrize(("transformers", "bytes_per_entry"), [("5.5.4", 10), ("4.48.0", 14)])
-def test_sft_loss_costs_what_its_transformers_line_does(transformers, bytes_per_entry):
+@pytest.mark.parametrize(
+    ("transformers", "rows", "bytes_per_entry"),
+    [("5.5.4", 2, 10), ("4.48.0", 2, 14), ("4.48.0", 1, 10)],  # one row's shifted logits are contiguous: no copy
+)
+def test_sft_loss_costs_what_its_transformers_line_does(transformers, rows, bytes_per_entry):
     from dataclasses import replace
 
-    planned = job(tiny(vocab=50_000), stage="sft", zero=zero(3), prompt=1016, response=8)
+    planned = job(tiny(vocab=50_000), stage="sft", zero=zero(3), micro_batch=rows, prompt=1016, response=8)
     planned = replace(planned, stack=replace(planned.stack, transformers=transformers))
-    entries = 1024 * 50_000
+    entries = rows * 1024 * 50_000
     assert peaks(planned)["forward"].breakdown["logits"] == pytest.approx(bytes_per_entry * entries, rel=0.002)
 
 

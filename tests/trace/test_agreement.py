@@ -22,6 +22,8 @@ POINTS = {
     "ZeRO-3, offloaded": {"zero": "z3_offload"},
     "ZeRO-3, Adafactor": {"zero": "z3", "optim": "adafactor"},
     "ZeRO-3, adapters": {"zero": "z3", "finetuning": "lora"},
+    "kto, one row": {"stage": "kto", "pure_bf16": True},
+    "kto, ZeRO-3, adapters": {"stage": "kto", "zero": "z3", "finetuning": "lora"},
     "freeze: MLPs of the first layers and every norm": {
         "finetuning": "freeze",
         "recipe": (("freeze_layers", -2), ("freeze_modules", ("mlp",)), ("freeze_extra", ("norm",))),

@@ -103,7 +103,7 @@ def _host_sums(job: Job, breakdown: object, phase: str) -> list[Sum]:
     texts = {
         "processes": f"{ranks} ranks x {format_gib(PROCESS_BYTES)} of Python, torch and libraries, measured",
         "save_rank0": f"native save on rank 0: {job.model.parameters:,} parameters x {BF16} B",
-        "save": f"native save, every rank: {job.trained_parameters * 4 if job.adapters else base_weight_bytes(job):,} B",
+        "save": f"native save, every rank: {_saved_bytes(job):,} B",
         "optimizer": f"{ranks} ranks x {share:,} elements x 12 B (fp32 master, two moments)",
         "gradients": f"{ranks} ranks x {share:,} elements x 6 B (fp32 and bf16 gradients), pinned blocks rounded up",
         "weights": f"{ranks} ranks x bf16 shards in pinned blocks, each rounded to a power of two",
@@ -121,6 +121,10 @@ def _host_sums(job: Job, breakdown: object, phase: str) -> list[Sum]:
         for name, size_bytes in sorted(breakdown.items(), key=lambda item: -item[1])
         if size_bytes
     ]
+
+
+def _saved_bytes(job: Job) -> int:
+    return job.trained_parameters * FP32 if job.adapters else base_weight_bytes(job)
 
 
 def _unsloth_sum(job: Job) -> str:

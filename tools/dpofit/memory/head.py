@@ -93,8 +93,9 @@ def _tied_head(spec: LayerSpec, tape: Tape, normed: Value, waiting: list[Storage
 
 
 def log_probs(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storage]:
-    """`.logits.to(float32)`, then log_softmax of logits[:, :-1] and gather. The slice is not contiguous, so CUDA's
-    host_softmax first copies it. Returns the log-probs' graph value (no bytes of note) and the fp32 logits, held."""
+    """`.logits.to(float32)`, then log_softmax of logits[:, :-1] and gather. Several rows' slice is not contiguous, so
+    CUDA's host_softmax first copies it. Returns the log-probs' graph value (no bytes of note) and the fp32 logits,
+    held."""
     vocab = spec.model.vocab_size
     full = spec.tokens * vocab * FP32
     shifted = spec.rows * (spec.tokens_per_row - 1) * vocab * FP32
@@ -105,7 +106,7 @@ def log_probs(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storag
 
     tape.node(wide, [], cast_backward)
     tape.drop(output.storage)
-    contiguous = tape.new("logits.contiguous", shifted, LOGITS)
+    contiguous = tape.new("logits.contiguous", shifted if spec.rows > 1 else 0, LOGITS)
     log_softmax = tape.new("logits.log_softmax", shifted, LOGITS)
     tape.drop(contiguous)
     result = Value(tape.new("log_probs", spec.tokens * FP32, "activations"), output.needs_grad)
@@ -145,7 +146,7 @@ def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -
         returned = tape.hold(wide.storage)
     source = wide.storage
     shifted = None
-    if head.shifted_logits_copied:
+    if head.shifted_logits_copied and spec.rows > 1:  # one row's slice is contiguous already
         shifted = source = tape.new("logits.shifted", spec.rows * (spec.tokens_per_row - 1) * vocab * FP32, LOGITS)
     log_softmax = tape.new("logits.log_softmax", source.size_bytes, LOGITS)
 
@@ -168,11 +169,11 @@ def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -
 
 
 def _own_causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storage]:
-    """Qwen 1: a contiguous copy of the shifted bf16 logits; autocast then takes cross-entropy to fp32."""
+    """Qwen 1: a contiguous copy of the shifted bf16 logits, if rows are several; autocast then takes cross-entropy to fp32."""
     shifted_bytes = spec.rows * (spec.tokens_per_row - 1) * spec.model.vocab_size * BF16
     wider = 2 if spec.autocast else 1
     loss = Value(tape.new("loss", 512, "activations"), output.needs_grad)
-    shifted = tape.new("logits.shifted", shifted_bytes, LOGITS)
+    shifted = tape.new("logits.shifted", shifted_bytes if spec.rows > 1 else 0, LOGITS)
     cast = tape.new("logits.fp32", shifted_bytes * 2, LOGITS) if spec.autocast else None
     log_softmax = tape.new("logits.log_softmax", shifted_bytes * wider, LOGITS)
     tape.drop(cast)

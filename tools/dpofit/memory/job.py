@@ -113,11 +113,22 @@ class Job:
 
     @property
     def preference(self) -> bool:
-        return self.recipe.stage == "dpo"
+        """Log-probs of answers are compared, the reference's among them."""
+        return self.recipe.stage in ("dpo", "kto")
+
+    @property
+    def pairs(self) -> bool:
+        """A batch of B has B chosen and B rejected rows."""
+        return self.recipe.stage in ("dpo", "rm")
+
+    @property
+    def passes(self) -> int:
+        """Forwards of each model a step: KTO's second, without gradients, is for its KL estimate."""
+        return 2 if self.recipe.stage == "kto" else 1
 
     @property
     def has_reference(self) -> bool:
-        return self.preference and self.recipe.pref_loss not in NO_REFERENCE
+        return self.preference and (self.recipe.stage == "kto" or self.recipe.pref_loss not in NO_REFERENCE)
 
     @property
     def reference_in_step(self) -> bool:
@@ -209,7 +220,7 @@ class Job:
 
     @property
     def _rows_of_one(self) -> int:
-        return 2 if self.preference and not self.on("shared_prompt") else 1
+        return 2 if self.pairs and not self.on("shared_prompt") else 1
 
     @property
     def row_tokens(self) -> int:

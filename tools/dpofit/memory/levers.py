@@ -52,7 +52,7 @@ def levers(base: Prediction) -> list[Change]:
 
 def loss_lever(job: Job) -> Change | None:
     """ORPO needs no reference: neither its weights nor its logits."""
-    if not job.has_reference:
+    if not job.has_reference or job.recipe.stage != "dpo":
         return None
     remark = "ORPO is not DPO: no reference, another loss, its own learning rate and pref_beta"
     return Change("orpo", "method", "loss", "ORPO instead of DPO", ("pref_loss=orpo",), remark)

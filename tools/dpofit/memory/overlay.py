@@ -16,7 +16,17 @@ from dpofit.memory.parts import Part
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16
 from dpofit.memory.tape import Mark
-from dpofit.memory.zero3 import LAYER_STRIDE, Action, CoordinatorConfig, Leaves, ModuleIds, coordinate, offset, untraced
+from dpofit.memory.zero3 import (
+    LAYER_STRIDE,
+    NO_LEAVES,
+    Action,
+    CoordinatorConfig,
+    Leaves,
+    ModuleIds,
+    coordinate,
+    offset,
+    untraced,
+)
 
 FETCHES = ("pre", "pre_backward")
 NOBODY = LAYER_STRIDE - 1  # a module without parameters
@@ -32,7 +42,7 @@ class Engine:
     config: CoordinatorConfig
     traced: bool
     twice: bool = False  # forwarded twice a step, policy and reference: see `_hooks`
-    leaves: Leaves = field(default_factory=dict)
+    leaves: Leaves = NO_LEAVES
     embedding_hooked: bool = True  # backward reaches the embedding, whose hook gathers it and never releases
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from dpofit.memory.answer_head import answer_log_probs
 from dpofit.memory.bands import Band
 from dpofit.memory.head import (
+    LOGITS,
     HeadSpec,
     causal_lm_loss,
     converted,
@@ -26,6 +27,7 @@ from dpofit.memory.tape import Mark, Storage, Tape, Value
 from dpofit.train.longdpo import ALIGNMENT_BYTES, SLAB_BYTES
 
 INT64 = 8
+KL = ".kl"  # after an engine's name: its second forward of a KTO step
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,10 @@ def micro_batch(job: Job) -> list[Part]:
     head, result, outputs, waiting = _head_and_loss(job, spec, tape, hidden, "forward", casts)
     kept_by_layers = any(band.checkpointed for band in bands)  # checkpoints keep the layers' arguments
     parts += head if kept_by_layers else [head[0], _freed(made), *head[1:]]
+    if job.passes > 1:
+        parts += _kl_pass(job, spec, bands, "forward", "policy")
+        outputs = _split_by_tag(tape, outputs)
+        parts.append(Part("forward", _literal(tape.cut())))
     if job.reference_in_step:
         parts += _reference(job)
     tape.drop(outputs)
@@ -110,6 +116,10 @@ def evaluation(job: Job) -> list[Part]:
     head, result, held, _ = _head_and_loss(job, spec, tape, hidden, "eval", casts)
     parts += [head[0], _freed(made), *head[1:]]
     tape.drop(result.storage)
+    if job.passes > 1:
+        parts += _kl_pass(job, spec, job.bands, "eval", "policy", "eval.")
+        held = _split_by_tag(tape, held)
+        parts.append(Part("eval", _literal(tape.cut())))
     if job.reference_in_step:
         parts += _reference(job, "eval", job.eval_rows)
     tape.drop(held)
@@ -119,17 +129,19 @@ def evaluation(job: Job) -> list[Part]:
 def _head_and_loss(
     job: Job, spec: LayerSpec, tape: Tape, hidden: Value, phase: str, casts: list[Part]
 ) -> tuple[list[Part], Value, Storage | None, list[Storage]]:
-    """Parts; the loss or log-probs; what the caller still holds of the outputs; a tied head's waiting gradient.
+    """Parts, the first up to the decoder's end; the loss or log-probs; what the caller still holds of the outputs; a tied head's waiting gradient.
 
     The model's forward ends, and with it autocast's cache of weights, before DPO's log-probs but after SFT's loss.
     """
     head = _head_spec(job)
     output = held = None
     outside = spec
+    decoder: list[Part] = []
     if job.fused_loss and tape.grad:
         result, waiting = fused_causal_lm_loss(spec, tape, hidden, head)
     else:
         outside, states = final_states(spec, tape, hidden, job.collated_tokens(spec.rows))
+        decoder = [Part(phase, _literal(tape.cut()))]
         if job.on("answer_logps"):
             result, waiting = answer_log_probs(outside, tape, states, head, job.answer_tokens(spec.rows))
         else:
@@ -145,7 +157,7 @@ def _head_and_loss(
             held = None
     elif held is not None:
         held = converted(spec, tape, held, head)
-    return [inside, *casts, Part(phase, _literal(tape.cut()))], result, held, waiting
+    return [*decoder, inside, *casts, Part(phase, _literal(tape.cut()))], result, held, waiting
 
 
 def _reference(job: Job, phase: str = "reference_forward", rows: int | None = None) -> list[Part]:
@@ -153,26 +165,61 @@ def _reference(job: Job, phase: str = "reference_forward", rows: int | None = No
     spec = job.layer_spec(rows or job.rows, trained=not job.reference_copy)
     spec = replace(spec, lora_active=False, trained=frozenset())
     engine = "reference" if job.reference_copy else "policy"
-    batch, made, mask = _inputs(job, spec, phase, clone=_clones(job), prefix="reference.")
-    parts = [batch, made]
+    alike = (Band(0, job.model.layers, frozenset(), job.recipe.gradient_checkpointing, False, False),)
     tape = Tape("reference.", grad=False)
-    alike = Band(0, job.model.layers, frozenset(), job.recipe.gradient_checkpointing, False, False)
-    parts += _frozen_layers(job, spec, (alike,), tape, phase, engine, mask)[0]
-    hidden = Value(Storage("reference.hidden", _residual_bytes(spec), "activations", shift=job.model.layers), False)
+    parts, wide = _frozen_forward(job, spec, alike, tape, phase, engine)
+    if job.passes > 1:
+        parts += _kl_pass(job, spec, alike, phase, engine, "reference.")
+        wide = _split_by_tag(tape, wide)
+    tape.drop(wide)
+    return [*parts, Part(phase, _literal(tape.cut()), engine=engine)]
+
+
+def _kl_pass(
+    job: Job, spec: LayerSpec, bands: tuple[Band, ...], phase: str, engine: str, prefix: str = ""
+) -> list[Part]:
+    """KTO's forward of the mismatched answers, without gradients (train/kto/trainer.py:187-194)."""
+    if job.reference_copy:  # else the forward with adapters off undoes the engine's trace
+        engine = f"{engine}{KL}"
+    tape = Tape(f"{prefix}kl.", grad=False)
+    parts, wide = _frozen_forward(job, spec, bands, tape, phase, engine)
+    tape.drop(wide)
+    return [*parts, Part(phase, _literal(tape.cut()), engine=engine)]
+
+
+def _split_by_tag(tape: Tape, wide: Storage | None) -> Storage | None:
+    """KTO's chosen_logits and rejected_logits: copies by a mask, where DPO has views."""
+    if wide is None:
+        return None
+    copies = tape.new("logits.by_tag", wide.size_bytes, LOGITS)
+    tape.drop(wide)
+    return copies
+
+
+def _frozen_forward(
+    job: Job, spec: LayerSpec, bands: tuple[Band, ...], tape: Tape, phase: str, engine: str
+) -> tuple[list[Part], Storage | None]:
+    """A forward without gradients, to its log-probs; and the fp32 logits, held."""
+    batch, made, mask = _inputs(job, spec, phase, clone=_clones(job), prefix=tape.prefix, engine=engine)
+    parts = [batch, made]
+    layers, casts = _frozen_layers(job, spec, bands, tape, phase, engine, mask)
+    parts += layers
+    hidden = Value(Storage(f"{tape.prefix}hidden", _residual_bytes(spec), "activations", shift=job.model.layers), False)
     outside, states = final_states(spec, tape, hidden, job.collated_tokens(spec.rows))
+    parts += [Part(phase, _literal(tape.cut()), engine=engine), _freed(made)]
     wide: Storage | None = None
     if job.on("answer_logps"):
         result, _ = answer_log_probs(outside, tape, states, _head_spec(job), job.answer_tokens(spec.rows))
         tape.drop(states.storage)
-        parts += [Part(phase, _literal(tape.cut()), engine=engine), _freed(made)]
+        parts += [Part(phase, _literal(tape.cut()), engine=engine), *casts]
     else:
         output, _ = logits(outside, tape, states, _head_spec(job))
         tape.drop(states.storage)
-        parts += [Part(phase, _literal(tape.cut()), engine=engine), _freed(made)]
+        parts += [Part(phase, _literal(tape.cut()), engine=engine), *casts]
         result, wide = log_probs(outside, tape, output)
-    tape.drop(wide, result.storage)
+    tape.drop(result.storage)
     parts.append(Part(phase, _literal(tape.cut()), engine=engine))
-    return [*parts, _freed(batch)]
+    return [*parts, _freed(batch)], wide
 
 
 def _frozen_layers(
@@ -185,7 +232,7 @@ def _frozen_layers(
     parts = [Part(phase, tuple(_embedding(spec, tape)), engine=engine), held]
     ends = []
     # a LoRA reference is the policy in training mode: unsloth's forward copies its input to the host all the same
-    unsloth = job.recipe.use_unsloth_gc and engine == "policy" and phase != "eval"
+    unsloth = job.recipe.use_unsloth_gc and engine.startswith("policy") and phase != "eval"
     for band in bands:
         x = Value(Storage(f"{tape.prefix}hidden", residual, "activations"), False)
         layer = Tape(tape.prefix, grad=False)
@@ -317,12 +364,13 @@ def _finish_backward(tape: Tape, x: Value, incoming: Storage) -> tuple[Event | M
     return tuple(tape.cut())
 
 
-def _inputs(job: Job, spec: LayerSpec, phase: str, clone: bool, prefix: str = "") -> tuple[Part, Part, Storage | None]:
+def _inputs(
+    job: Job, spec: LayerSpec, phase: str, clone: bool, prefix: str = "", engine: str = "policy"
+) -> tuple[Part, Part, Storage | None]:
     """Token ids, attention mask and labels as int64; then what the model makes of them: rotary tables and the bool
     [rows, 1, T, T] mask of sdpa (eager's is bf16)."""
     tape = Tape(prefix + ("eval." if phase == "eval" and not prefix else ""))
-    engine = "reference" if prefix and job.reference_copy else "policy"
-    tokens = job.collated_tokens(spec.rows)
+    tokens = job.collated_tokens(spec.rows) * job.passes
     if not prefix:
         tape.new("batch", 3 * tokens * INT64, "batch")
     if clone:  # nested_detach(batch, clone=True), dpo/trainer.py:216

@@ -146,7 +146,7 @@ def _flash_attention(bench: Workbench, base: Prediction, before: Screen) -> Iter
 
 def _micro_batch(bench: Workbench, base: Prediction, before: Screen) -> Iterator[NoHelp]:
     if base.job.recipe.micro_batch == 1:
-        rows = "a pair is two rows, and they go together" if base.job.preference else "one row is the least"
+        rows = "a pair is two rows, and they go together" if base.job.pairs else "one row is the least"
         yield NoHelp("micro-batch-1", "per_device_train_batch_size=1", f"1 already; {rows}")
 
 

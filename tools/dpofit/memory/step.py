@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from dpofit.memory.job import Job
 from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, decide, lay
-from dpofit.memory.parts import Part, evaluation, micro_batch
+from dpofit.memory.parts import KL, Part, evaluation, micro_batch
 from dpofit.memory.program import Event, Phase, Program
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.states import (
@@ -31,7 +32,7 @@ from dpofit.memory.update import (
     zero_grad,
 )
 from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
-from dpofit.memory.zero3 import Leaves, ModuleIds, persistent_elements
+from dpofit.memory.zero3 import LAYER_STRIDE, NO_LEAVES, Leaves, ModuleIds, persistent_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,8 @@ def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
     items += allocate(lasting)
     if zero is not None and zero.stage == 3:
         for engine in _engines(job, sizes, ModuleIds(OUTSIDE), traced=False):
+            if engine.name.endswith(KL):
+                continue
             persistent = persistent_elements(engine.parameters, engine.config)
             items += allocate([State(f"{engine.name}.persistent", persistent * BF16, "gathered")])
     return items
@@ -129,23 +132,34 @@ def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) ->
         return []
     twice, hooked = forwarded_twice(job), job.embedding_needs_grad
     parameters = _parameters(job, ids, adapters=True)
-    leaves = _leaves(job, ids)
+    leaves = _leaves(job, ids, parameters)
     policy = Engine("policy", parameters, sizes.coordinator(), traced and not twice, twice, leaves, hooked)
-    if not job.reference_copy:
-        return [policy]
-    alone = _parameters(job, ids, adapters=False)
-    return [policy, Engine("reference", alone, reference_coordinator(job), traced, leaves=leaves)]
+    found = [policy]
+    if job.reference_copy:
+        alone = _parameters(job, ids, adapters=False)
+        leaves = _leaves(job, ids, alone)
+        found.append(Engine("reference", alone, reference_coordinator(job), traced, leaves=leaves))
+    if job.passes > 1 and job.reference_copy:  # a step to the coordinator, with the trace of the forward before
+        found += [replace(engine, name=f"{engine.name}{KL}", traced=True, twice=False) for engine in found]
+    return found
 
 
-def _leaves(job: Job, ids: ModuleIds) -> Leaves:
-    """tiled_mlp: each layer's MLP is gathered as one (deepspeed utils/z3_leaf_module.py)."""
+def _leaves(job: Job, ids: ModuleIds, parameters: Mapping[int, tuple[int, ...]]) -> Leaves:
+    """tiled_mlp makes each layer's MLP a leaf."""
     if not job.on("tiled_mlp"):
-        return {}
-    inside = [name for linear in job.model.linears[-3:]
-              for name in (linear.name, f"{linear.name}.lora_A", f"{linear.name}.lora_B")]  # fmt: skip
-    return {
-        ids.module(LEAF, layer): tuple(ids.module(name, layer) for name in inside) for layer in range(job.model.layers)
-    }
+        return NO_LEAVES
+    mlp = {linear.name for linear in job.model.linears[-3:]}
+    members, containers, elements = {}, {}, {}
+    for layer in range(job.model.layers):
+        layer_id, attention, leaf = (ids.module(name, layer) for name in ("layer", "self_attn", LEAF))
+        own = [module for module in parameters if module // LAYER_STRIDE == layer_id // LAYER_STRIDE]
+        members[leaf] = tuple(module for module in own if ids.name(module).partition(".")[0] in mlp)
+        norms = [ids.module(name, layer) for name in ("input_layernorm", "post_attention_layernorm")]
+        containers[layer_id] = leaf
+        for module, inside in ((layer_id, own), (leaf, members[leaf])):
+            elements[module] = sum(sum(parameters[one]) for one in inside)
+        elements[attention] = elements[layer_id] - elements[leaf] - sum(sum(parameters[norm]) for norm in norms)
+    return Leaves(members, containers, elements)
 
 
 def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int, ...]]:

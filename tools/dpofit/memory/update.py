@@ -48,8 +48,9 @@ def end(event: Event) -> Event:
 
 
 def forwarded_twice(job: Job) -> bool:
-    """Policy and reference are one ZeRO-3 engine: LoRA, whose reference is the policy with its adapters off."""
-    return job.zero_stage == 3 and job.has_reference and not job.reference_copy
+    """The policy's ZeRO-3 engine has more forwards a step than the one that backward follows: KTO's KL estimate, or a
+    LoRA run's reference, which is the policy with its adapters off."""
+    return job.zero_stage == 3 and (job.passes > 1 or (job.reference_in_step and not job.reference_copy))
 
 
 def kept_gathered(job: Job, sizes: ZeroSizes) -> list[Event]:

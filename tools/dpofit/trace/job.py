@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from dpofit.errors import BadInput, Problem
 from dpofit.memory.job import Job
 from dpofit.memory.program import Event, Phase, Program, Space
+from dpofit.memory.scope import STAGES
 from dpofit.recipe.long_context import PIECES
 from dpofit.recipe.recipe import Recipe, ZeroConfig
 from dpofit.trace.optimizers import TRACED
@@ -66,7 +67,7 @@ def request_of(job: Job) -> TraceRequest:
         max_positions=model.max_positions,
         quantization_bit=recipe.quantization_bit,
         double_quantization=recipe.double_quantization,
-        rows=recipe.micro_batch * (2 if job.preference else 1),
+        rows=recipe.micro_batch * (2 if job.pairs else 1),
         tokens=job.lengths.row_tokens,
         stage=recipe.stage,
         pref_loss=recipe.pref_loss,
@@ -117,7 +118,7 @@ def _unsupported(job: Job) -> list[Problem]:
     where = str(recipe.source)
     checks = [
         (job.model.model_type not in _CONFIG_TYPES, "model", job.model.model_type, ", ".join(_CONFIG_TYPES)),
-        (recipe.stage not in ("dpo", "sft"), "stage", recipe.stage, "dpo, sft"),
+        (recipe.stage not in STAGES, "stage", recipe.stage, ", ".join(STAGES)),
         (recipe.finetuning == "oft", "finetuning_type", recipe.finetuning, "full, freeze, lora"),
         (
             recipe.quantization_bit is not None and recipe.quantization_method != "bnb",

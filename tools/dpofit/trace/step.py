@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpofit.trace import kernels, zero
+from dpofit.trace import kernels, long_context, zero
 from dpofit.trace.build import arguments, build_model, cuda_semantics
 from dpofit.trace.device import GPU
+from dpofit.trace.memo import Memo
 from dpofit.trace.optimizers import make_optimizer
 from dpofit.trace.request import Precision, TraceRequest
 from dpofit.trace.storages import Recorder, StorageMode
+from dpofit.trace.trainers import batch_of, loss_of, make_stage_trainer, rows_of_one, uses_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ def trace_step(
     stage = request.deepspeed.get("zero_optimization", {}).get("stage", 0)
     linear: Any = zero.memory_efficient_linear() if stage == 3 else nullcontext()
     semantics: Any = cuda_semantics(request) if request.cuda else nullcontext([])
-    with semantics as substitutions, group, linear, _cuda_is_the_stand_in(), _no_collector():
+    pieces = long_context.pieces(request, recorder.repin)
+    with semantics as done, pieces as more, group, linear, _cuda_is_the_stand_in(), _no_collector():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         mode = StorageMode(
             recorder,
@@ -67,7 +69,7 @@ def trace_step(
                 recorder.step = step
                 run_step(request, trainer, optimizer, recorder)
                 stepped()
-    return TracedStep(request, recorder, tuple(substitutions))
+    return TracedStep(request, recorder, (*done, *more))
 
 
 def build_models(request: TraceRequest, fake: FakeTensorMode | None) -> tuple[Any, Any]:
@@ -93,13 +95,9 @@ def _scalar(tensor: torch.Tensor, request: TraceRequest) -> Any:
     return 1.0 if tensor.dtype.is_floating_point else request.tokens
 
 
-def _uses_reference(request: TraceRequest) -> bool:
-    return request.stage == "dpo" and request.pref_loss not in ("orpo", "simpo")
-
-
 def _reference(request: TraceRequest, fake: FakeTensorMode | None) -> torch.nn.Module | None:
     """LLaMA-Factory's create_ref_model: a second whole model unless LoRA (the adapter is switched off)."""
-    if not _uses_reference(request) or request.finetuning == "lora":
+    if not uses_reference(request) or request.finetuning == "lora" or "cached_reference" in request.long_context:
         return None
     precision: Precision = "deepspeed" if request.precision == "deepspeed" else "pure_bf16"
     return build_model(replace(request, finetuning="full", precision=precision), fake, trainable=False)
@@ -141,7 +139,7 @@ def _accelerator(request: TraceRequest) -> Any:
 def _filled(request: TraceRequest) -> dict[str, Any]:
     """The DeepSpeed JSON with the `auto` that transformers' Trainer fills (integrations/deepspeed.py
     trainer_config_process); those of the hidden size are accelerate's."""
-    micro_batch = request.rows if request.stage == "sft" else request.rows // 2
+    micro_batch = request.rows // rows_of_one(request)
     values: dict[str, Any] = {
         **request.deepspeed,
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -156,11 +154,8 @@ def _filled(request: TraceRequest) -> dict[str, Any]:
 
 
 def make_trainer(request: TraceRequest, model: torch.nn.Module, reference: torch.nn.Module | None) -> tuple[Any, Any]:
-    """(trainer, optimizer). The trainer holds what its loss path reads: its `__init__` would want datasets."""
-    from llamafactory.train.dpo.trainer import CustomDPOTrainer
-    from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
+    """(trainer, optimizer)."""
     from trl.models.utils import prepare_deepspeed
-    from trl.trainer import disable_dropout_in_model
 
     _, finetuning_args = arguments(request)
     accelerator = _accelerator(request)
@@ -174,40 +169,11 @@ def make_trainer(request: TraceRequest, model: torch.nn.Module, reference: torch
         model = accelerator.prepare_model(model, device_placement=False)
         if reference is not None:
             reference = accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
-    if request.stage == "sft":
-        trainer = CustomSeq2SeqTrainer.__new__(CustomSeq2SeqTrainer)
-        trainer.compute_loss_func = None
-        trainer.label_smoother = None
-        trainer.model_accepts_loss_kwargs = True
-        trainer.ref_model = None
-    else:
-        disable_dropout_in_model(model)
-        trainer = CustomDPOTrainer.__new__(CustomDPOTrainer)
-        trainer.ref_model = reference
-        trainer.f_divergence_type = "reverse_kl"
-        trainer.reference_free = False
-        trainer.label_pad_token_id = -100
-        trainer._stored_metrics = defaultdict(lambda: defaultdict(list))
-        trainer.beta = finetuning_args.pref_beta
-        trainer.loss_type = finetuning_args.pref_loss
-        trainer.ftx_gamma = finetuning_args.pref_ftx
-        trainer.bco_gemma = finetuning_args.pref_bco_weight
-        trainer.label_smoothing = finetuning_args.dpo_label_smoothing
-        trainer.simpo_gamma = finetuning_args.simpo_gamma
-        trainer.ld_alpha = finetuning_args.ld_alpha
-    finetuning_args.use_ref_model = _uses_reference(request)
-    trainer.finetuning_args = finetuning_args
+    trainer = make_stage_trainer(request, model, reference, finetuning_args)
+    trainer._dpofit_reference = long_context.cache_for(request, finetuning_args)
     trainer.accelerator = accelerator
-    trainer.model = model
-    trainer.args = SimpleNamespace(device=GPU, average_tokens_across_devices=False, n_gpu=1)
+    accelerator.state.device = GPU  # preparing the model has set it back
     return trainer, optimizer
-
-
-def _batch(request: TraceRequest) -> dict[str, torch.Tensor]:
-    shape = (request.rows, request.tokens)
-    return {
-        name: torch.ones(shape, dtype=torch.int64, device=GPU) for name in ("input_ids", "attention_mask", "labels")
-    }
 
 
 def run_step(request: TraceRequest, trainer: Any, optimizer: Any, recorder: Recorder) -> None:
@@ -218,13 +184,9 @@ def run_step(request: TraceRequest, trainer: Any, optimizer: Any, recorder: Reco
         accelerator.sync_gradients = last
         recorder.phase = "forward"
         recorder.category = "batch"
-        batch = _batch(request)
+        batch = batch_of(request)
         recorder.category = ""
-        if request.stage == "sft":
-            tokens = torch.tensor(request.rows * request.tokens, device=GPU)
-            loss = trainer.compute_loss(model, batch, num_items_in_batch=tokens)
-        else:
-            loss, _ = trainer.get_batch_loss_metrics(model, batch)
+        loss = loss_of(request, trainer, model, batch)
         recorder.phase = "backward"
         if request.deepspeed and not request.optimizer:
             model.backward(loss)
@@ -258,6 +220,7 @@ def _phases(trainer: Any, recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         marking(trainer, "compute_reference_log_probs", "reference_forward")
         marking(trainer, "compute_preference_loss", "loss")
+        marking(trainer, "kto_loss", "loss")
         if hasattr(trainer.model, "optimizer"):
             marking(trainer.model, "step", "optimizer_step")
         yield
@@ -271,6 +234,8 @@ def _cuda_is_the_stand_in() -> Iterator[None]:
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and args[0] == "cuda":
             args = (GPU, *args[1:])
+        if args and args[0] == GPU and not self.numel():  # KTO's `torch.Tensor([])` is no fake tensor
+            return torch.empty(self.shape, dtype=self.dtype, device=GPU)
         return to(self, *args, **kwargs)
 
     with (

@@ -1,0 +1,35 @@
+"""What a step of KTO costs beside DPO's."""
+
+import pytest
+
+from tests.memory.jobs import job, peaks, tiny, zero
+
+ENTRIES = 2 * 1024 * 50_000  # rows x tokens x vocabulary
+
+
+def _bytes_an_entry(phase, **fields):
+    planned = job(tiny(vocab=50_000), zero=zero(3), prompt=1016, response=8, **fields)
+    return peaks(planned)[phase].breakdown["logits"] / ENTRIES
+
+
+@pytest.mark.parametrize(
+    ("phase", "bytes_an_entry"),
+    [
+        # kept of the policy: fp32 logits 4, log-softmax 4; the KL pass adds its logits 4, log-softmax 4, its copy 4
+        ("forward", 20),
+        # kept: the policy's chosen and rejected logits 4, log-softmax 4, the reference's logits 4; its KL pass adds 12
+        ("reference_forward", 24),
+        ("backward", 12),
+    ],
+)
+def test_kto_keeps_one_more_forward_than_dpo(phase, bytes_an_entry):
+    assert _bytes_an_entry(phase, stage="kto", micro_batch=2) == pytest.approx(bytes_an_entry, rel=0.002)
+
+
+def test_one_row_without_its_last_token_is_contiguous_and_not_copied():
+    one = _bytes_an_entry("reference_forward", stage="kto", micro_batch=1) * 2
+    assert one == pytest.approx(20, rel=0.002)
+
+
+def test_a_batch_of_kto_is_single_answers():
+    assert job(tiny(), stage="kto", micro_batch=3).rows == 3
