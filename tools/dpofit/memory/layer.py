@@ -8,6 +8,7 @@ from dpofit.memory.attention import AttentionOps
 from dpofit.memory.ops import Ops
 from dpofit.memory.spec import LayerSpec
 from dpofit.memory.tape import Storage, Tape, Value
+from dpofit.memory.tiled import tiled_mlp
 
 
 def decoder_layer(spec: LayerSpec, tape: Tape, x: Value, mask: Storage | None) -> Value:
@@ -30,14 +31,18 @@ def decoder_layer(spec: LayerSpec, tape: Tape, x: Value, mask: Storage | None) -
             k = _rebind(tape, k, ops.rms_norm(k, "k_norm", model.head_dim, spec.tokens * model.kv_heads))
         v = ops.linear(normed, v_proj)
     q, k = attention.rope(q, k)
+    states = [tape.hold(value.storage) for value in (q, k, v)]  # names of self_attn's forward, until it returns
     attended = attention.attention(q, k, v, mask)
-    output = ops.boundary(ops.linear(attended, o_proj), "self_attn")
-    tape.drop(attended.storage, normed.storage)  # hidden_states is rebound when self_attn returns
+    output = ops.linear(attended, o_proj)
+    tape.drop(attended.storage, *states)
+    output = ops.boundary(output, "self_attn")
+    tape.drop(normed.storage)  # hidden_states is rebound when self_attn returns
     middle = ops.residual(x, output, "residual.attention")
     tape.drop(output.storage)
     normed = ops.rms_norm(middle, "post_attention_layernorm", model.hidden_size, spec.tokens)
     tape.mark("pre", "mlp")
-    mlp = ops.boundary(ops.gated_mlp(normed, gate, up, down), "mlp")
+    computed = tiled_mlp(spec, tape, normed, gate, up, down) if spec.tiled else ops.gated_mlp(normed, gate, up, down)
+    mlp = ops.boundary(computed, "mlp")
     tape.drop(normed.storage)
     result = ops.residual(middle, mlp, "residual.mlp")
     tape.drop(middle.storage, mlp.storage)

@@ -76,7 +76,8 @@ class Ops:
 
     def _weight_cast(self, module: str, elements: int) -> Storage:
         """Autocast casts an fp32 weight once and keeps the copy to the end of the forward (autocast_mode.cpp)."""
-        return self.tape.new(f"{module}.weight_cast", elements * BF16, "autocast_cache")
+        size_bytes = 0 if self.tape.casts_cached else elements * BF16
+        return self.tape.new(f"{module}.weight_cast", size_bytes, "autocast_cache")
 
     def _keep_weight_casts(self, *casts: Storage | None) -> None:
         for cast in casts:

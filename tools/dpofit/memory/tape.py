@@ -58,10 +58,13 @@ class Mark(NamedTuple):
 class Tape:
     """Records allocations, frees and marks of one stretch of a step."""
 
-    def __init__(self, prefix: str = "", grad: bool = True) -> None:
-        self.prefix, self.grad = prefix, grad
+    def __init__(self, prefix: str = "", grad: bool = True, recomputes: bool = False) -> None:
+        self.prefix, self.grad, self.recomputes = prefix, grad, recomputes
         self.nodes: list[Node] = []
         self.weight_casts: list[Storage] | None = None  # autocast's cache, when it outlives the tape's operators
+        self.kept_gradients: list[tuple[Mark, Storage]] | None = None  # weights' gradients, when not handed over yet
+        self.muted = False  # modules inside have no hooks of their own
+        self.casts_cached = False  # autocast has the weights' copies already
         self._kept: list[Storage] = []  # what contexts hold as attributes, to the end of the graph
         self._records: list[tuple[Storage, int] | Mark] = []
         self._serial: dict[str, int] = {}
@@ -92,7 +95,16 @@ class Tape:
         self.drop(self.new(tag, size_bytes, category))
 
     def mark(self, kind: str, module: str, elements: int = 0, size_bytes: int = 0) -> None:
-        self._records.append(Mark(kind, module, elements, size_bytes))
+        if not self.muted or kind == "grad":
+            self._records.append(Mark(kind, module, elements, size_bytes))
+
+    def weight_gradient(self, gradient: Storage, module: str, elements: int) -> None:
+        """A weight's gradient, whole and in the weight's dtype, to whoever reads the mark; it frees it."""
+        if self.kept_gradients is not None:
+            self.kept_gradients.append((Mark("grad", module, elements, gradient.size_bytes), gradient))
+            return
+        gradient.tag = f"grad.{module}"  # the parameter's own, whichever pass made it
+        self.mark("grad", module, elements, gradient.size_bytes)
 
     def cut(self) -> list[Event | Mark]:
         """The records since the last cut, as events; storages of no bytes leave none."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 LAYER_STRIDE = 64  # more than the modules of a layer
@@ -65,18 +66,39 @@ def persistent_elements(parameters: Mapping[int, tuple[int, ...]], config: Coord
     return sum(count for counts in parameters.values() for count in counts if count <= threshold)
 
 
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Leaf modules (deepspeed utils/z3_leaf_module.py): their hooks answer for all parameters inside them."""
+
+    members: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # of each leaf: the modules inside
+    containers: Mapping[int, int] = field(default_factory=dict)  # a module around a leaf → that leaf
+    elements: Mapping[int, int] = field(default_factory=dict)  # of each module with others inside, all of them
+
+
+NO_LEAVES = Leaves()
+
+
 def coordinate(
-    hooks: Sequence[tuple[bool, int]], parameters: Mapping[int, tuple[int, ...]], config: CoordinatorConfig
+    hooks: Sequence[tuple[bool, int]],
+    parameters: Mapping[int, tuple[int, ...]],
+    config: CoordinatorConfig,
+    leaves: Leaves = NO_LEAVES,
 ) -> list[tuple[Action, ...]]:
     """What each hook of a steady step does; a hook is (fetch before a forward or backward, else release; module).
 
-    Parameters of one module are gathered and released together, so a module stands for its non-persistent ones.
+    Parameters of one module are gathered and released together, so a module stands for its non-persistent ones; only
+    those of a leaf module are prefetched apart.
     """
     threshold, reuse_distance = config.persistence_threshold, config.max_reuse_distance
     sizes = {m: sum(c for c in counts if c > threshold) for m, counts in parameters.items()}
     totals = {m: sum(counts) for m, counts in parameters.items()}
     fetches = [module for fetch, module in hooks if fetch]
-    queue = deque((index, module) for index, module in enumerate(fetches) if module in totals)
+    queue = deque(
+        (index, member)
+        for index, module in enumerate(fetches)
+        for member in leaves.members.get(module, (module,))
+        if member in totals
+    )
     passed, uses = _traversal(fetches, totals)
     available: set[int] = set()
     inflight: dict[int, tuple[int, ...]] = {}
@@ -85,38 +107,37 @@ def coordinate(
     nothing: tuple[Action, ...] = ()
     actions: list[tuple[Action, ...]] = []
     for fetch, module in hooks:
-        size = sizes.get(module, 0)
+        members = leaves.members.get(module, (module,))
         if not fetch:
-            if (
-                size
-                and module in available
-                and last_fetched_for.get(module, -1) <= step_id
-                and not _reused(uses[module], passed, step_id, reuse_distance)
-            ):
-                available.discard(module)
-                live -= size
-                actions.append((Action(False, module, size),))
+            gone = [m for m in members if m in available and last_fetched_for.get(m, -1) <= step_id]
+            if gone and module in leaves.members:
+                kept = _leaf_reused(fetches, step_id, module, totals, leaves, reuse_distance)
             else:
+                kept = bool(gone) and _reused(uses[module], passed, step_id, reuse_distance)
+            if kept or not gone:
                 actions.append(nothing)
+                continue
+            available.difference_update(gone)
+            live -= sum(sizes[member] for member in gone)
+            actions.append(tuple(Action(False, member, sizes[member]) for member in gone))
             continue
-        done: list[Action] = []
-        if size:
-            if module not in available:
-                available.add(module)
-                live += size
-                done.append(Action(True, module, size))
-            elif module in inflight:
-                group = inflight[module]
-                for member in group:
-                    del inflight[member]
-                    done.append(Action(True, member, sizes[member]))
-                done.append(Action(False, group[0], sum(sizes[member] for member in group), flat=True))
-        if module in totals and last_fetched_for.get(module, -1) < step_id:
-            while queue:
-                index, popped = queue.popleft()
-                last_fetched_for[popped] = index
-                if popped == module:
-                    break
+        moving = [member for member in members if sizes.get(member, 0)]
+        missing = [member for member in moving if member not in available]
+        available.update(missing)
+        live += sum(sizes[member] for member in missing)
+        done = _gathered(missing, sizes)
+        for member in moving:
+            if member in inflight:
+                group = inflight[member]
+                for one in group:
+                    del inflight[one]
+                    done.append(Action(True, one, sizes[one]))
+                done.append(Action(False, group[0], sum(sizes[one] for one in group), flat=True))
+        waiting = {member for member in members if member in totals and last_fetched_for.get(member, -1) < step_id}
+        while queue and waiting:
+            index, popped = queue.popleft()
+            last_fetched_for[popped] = index
+            waiting.discard(popped)
         room = min(config.max_live - live, config.prefetch_bucket)
         prefetching = 0
         ahead: list[int] = []
@@ -141,8 +162,17 @@ def coordinate(
     return actions
 
 
+def _gathered(members: Sequence[int], sizes: Mapping[int, int]) -> list[Action]:
+    """Members gathered in one call and waited for at once: several arrive in a flat buffer and are copied out."""
+    arrive = [Action(True, member, sizes[member]) for member in members]
+    if len(members) < 2:
+        return arrive
+    flat = Action(True, members[0], sum(sizes[member] for member in members), flat=True)
+    return [flat, *arrive, flat._replace(appears=False)]
+
+
 def _traversal(fetches: Sequence[int], totals: Mapping[int, int]) -> tuple[list[int], dict[int, list[int]]]:
-    """Elements passed before each fetch, and the fetches of each module."""
+    """Elements passed before each fetch, and the fetches of each module. What is inside leaves is not looked into."""
     passed: list[int] = []
     uses: dict[int, list[int]] = {}
     total = 0
@@ -155,6 +185,21 @@ def _traversal(fetches: Sequence[int], totals: Mapping[int, int]) -> tuple[list[
     return passed, uses
 
 
+def _leaf_reused(
+    fetches: Sequence[int], step_id: int, leaf: int, totals: Mapping[int, int], leaves: Leaves, distance: int
+) -> bool:
+    """The same for a leaf, for which every module met counts with all that is inside it
+    (partitioned_param_coordinator.py:555 asks whether the module to release is a leaf)."""
+    total = 0
+    for module in islice(fetches, step_id, None):
+        if total >= distance:
+            return False
+        if module == leaf or leaves.containers.get(module) == leaf:
+            return True
+        total += leaves.elements.get(module) or totals.get(module, 0)
+    return False
+
+
 def _reused(uses: Sequence[int], passed: Sequence[int], step_id: int, distance: int) -> bool:
     """From fetch `step_id` on, is the module met before `distance` elements have been passed?"""
     for index in uses:
@@ -163,17 +208,22 @@ def _reused(uses: Sequence[int], passed: Sequence[int], step_id: int, distance: 
     return False
 
 
-def untraced(hooks: Sequence[tuple[bool, int]], sizes: Mapping[int, int]) -> list[tuple[Action, ...]]:
+def untraced(
+    hooks: Sequence[tuple[bool, int]], sizes: Mapping[int, int], leaves: Leaves = NO_LEAVES
+) -> list[tuple[Action, ...]]:
     """A step without a complete trace: no prefetch, release at once. That is the first step, and every step of a LoRA
     run whose reference is the same module with adapters off, since the two forwards undo the trace. `sizes`: elements
     of each module that move."""
     available: set[int] = set()
     actions: list[tuple[Action, ...]] = []
     for fetch, module in hooks:
-        size = sizes.get(module, 0)
-        if not size or fetch == (module in available):
+        moving = [m for m in leaves.members.get(module, (module,)) if sizes.get(m, 0) and fetch != (m in available)]
+        if not moving:
             actions.append(())
-            continue
-        (available.add if fetch else available.discard)(module)
-        actions.append((Action(fetch, module, size),))
+        elif fetch:
+            available.update(moving)
+            actions.append(tuple(_gathered(moving, sizes)))
+        else:
+            available.difference_update(moving)
+            actions.append(tuple(Action(False, member, sizes[member]) for member in moving))
     return actions
