@@ -3,7 +3,8 @@
     python benchmarks/doctor_speed.py [--megabytes 200] [--json benchmarks/results/doctor-speed.json]
 
 Three logs: a training run as it comes (metrics, tqdm, DeepSpeed and warning lines), the same with a sentence of
-prose in every record (runs that print samples), and random text (nothing repeats: the worst there is).
+prose in every record (runs that print samples), and random text (nothing repeats). Each with numpy, which the doctor
+uses on long logs where it is installed, and without.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 PROSE = """when a model answers well people tend to read past its mistakes and the pairs that were meant to teach it
 caution end up teaching it style so the longer answer wins and nobody notices until the rewards drift apart"""
 MAIN = "from dpofit.cli.app import main; main()"
+WITHOUT_NUMPY = "import sys; sys.modules['numpy'] = None; " + MAIN
 KEYS = "loss grad_norm learning_rate rewards/chosen rewards/rejected rewards/margins logps/chosen epoch"
 
 
@@ -82,16 +84,15 @@ def measure(path: Path) -> dict[str, float]:
         return best, peak_mib
 
     grep_seconds, _ = cost(["grep", "-c", "OutOfMemoryError", str(path)])
-    seconds, peak_mib = cost([sys.executable, "-c", MAIN, "doctor", "--json", str(path)])
-    size = path.stat().st_size
-    return {
-        "megabytes": round(size / 1e6, 1),
-        "doctor_seconds": round(seconds, 2),
-        "doctor_mb_per_s": round(size / 1e6 / seconds),
-        "grep_seconds": round(grep_seconds, 3),
-        "ratio_to_grep": round(seconds / grep_seconds, 1),
-        "peak_mib": round(peak_mib),
-    }
+    size = path.stat().st_size / 1e6
+    found: dict[str, float] = {"megabytes": round(size, 1), "grep_seconds": round(grep_seconds, 3)}
+    for name, code in (("numpy", MAIN), ("plain", WITHOUT_NUMPY)):
+        seconds, peak_mib = cost([sys.executable, "-c", code, "doctor", "--json", str(path)])
+        found[f"{name}_seconds"] = round(seconds, 2)
+        found[f"{name}_mb_per_s"] = round(size / seconds)
+        found[f"{name}_ratio_to_grep"] = round(seconds / grep_seconds, 1)
+        found[f"{name}_peak_mib"] = round(peak_mib)
+    return found
 
 
 def main() -> None:
@@ -101,9 +102,9 @@ def main() -> None:
     arguments = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, record, share in (("training", training, 1.0), ("prose", prose, 1.0), ("noise", noise, 0.1)):
+        for name, record in (("training", training), ("prose", prose), ("noise", noise)):
             path = Path(folder) / f"{name}.log"
-            write(path, arguments.megabytes * share, record)
+            write(path, arguments.megabytes, record)
             results[name] = measure(path)
             print(name, results[name], flush=True)
             path.unlink()

@@ -1,13 +1,17 @@
-"""Writes docs/diagnoses.md from the diagnosis files; --check only says whether it is up to date (exit 1 if not)."""
+"""Writes docs/diagnoses.md and the doctor's literals.json from the diagnosis files; --check only says whether they are
+up to date (exit 1 if not)."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from dpofit.doctor.knowledge import KINDS, Diagnosis, load
+from dpofit.doctor.literals import TABLE, derived_literals
+from dpofit.doctor.probes import all_probes
 
 PAGE = Path(__file__).parent.parent / "docs" / "diagnoses.md"
 HEADINGS = {
@@ -50,18 +54,26 @@ def _entry(each: Diagnosis) -> list[str]:
     return lines
 
 
+def table(diagnoses: dict[str, Diagnosis]) -> str:
+    """Every pattern with the texts to look for, as JSON."""
+    patterns = sorted({probe.source.decode() for probe in all_probes(diagnoses)})
+    texts = {pattern: [text.decode("latin-1") for text in derived_literals(pattern)] for pattern in patterns}
+    return json.dumps(texts, indent=0) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="Compare instead of writing.")
     arguments = parser.parse_args()
-    wanted = page(load().diagnoses.values())
+    diagnoses = load().diagnoses
+    wanted = {PAGE: page(diagnoses.values()), TABLE: table(diagnoses)}
     if arguments.check:
-        same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == wanted
-        print(
-            "docs/diagnoses.md is up to date" if same else "docs/diagnoses.md is old: run scripts/render_diagnoses.py"
-        )
-        return 0 if same else 1
-    PAGE.write_text(wanted, encoding="utf-8")
+        old = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+        for path in wanted:
+            print(f"{path.name} is {'old: run scripts/render_diagnoses.py' if path in old else 'up to date'}")
+        return 1 if old else 0
+    for path, text in wanted.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -13,12 +14,16 @@ from dpofit.doctor.knowledge import load
 from dpofit.doctor.scan import Scan
 
 
+@cache
+def _scan() -> Scan:
+    return Scan(load().diagnoses)
+
+
 def read(*logs: str | bytes) -> Report:
     """The report over these logs, named node-0.log, node-1.log …"""
     diagnoses = load().diagnoses
-    scan = Scan(diagnoses)
     facts = [
-        scan.read(f"node-{number}.log", io.BytesIO(log if isinstance(log, bytes) else log.encode()))
+        _scan().read(f"node-{number}.log", io.BytesIO(log if isinstance(log, bytes) else log.encode()))
         for number, log in enumerate(logs)
     ]
     return report(facts, diagnoses)

@@ -6,19 +6,18 @@ import re
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from re import _constants as ops  # type: ignore[attr-defined]
-from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, Literal
 
 import yaml
 
+from dpofit.doctor.literals import required_literals
+from dpofit.doctor.sieve import WINDOW_BYTES, is_short
 from dpofit.errors import BadInput, Problem
 from dpofit.findings import Severity
 
 FOLDER = Path(__file__).parent / "diagnoses"
 Phase = Literal["load", "data", "init", "train", "eval", "save", "done"]
 PHASES: tuple[Phase, ...] = ("load", "data", "init", "train", "eval", "save", "done")
-SHORTEST_LITERAL = 3  # letters in one word; a shorter one would make half the lines of a log worth a look
 KINDS = ("memory", "save", "launch", "data", "config")
 
 
@@ -149,81 +148,13 @@ def pattern_problems(diagnosis: Diagnosis) -> list[Problem]:
             except re.error as error:
                 problems.append(Problem(diagnosis.id, key, f"not a regular expression ({error}): {pattern}", ""))
                 continue
-            if min(map(_longest_word, required_literals(pattern)), default=0) < SHORTEST_LITERAL:
-                wrong = f"needs a word of {SHORTEST_LITERAL} letters that every match has: {pattern}"
-                problems.append(Problem(diagnosis.id, key, wrong, ""))
+            for literal in required_literals(pattern) or (b"",):
+                if len(literal) < WINDOW_BYTES and not is_short(literal):
+                    wrong = f"needs {WINDOW_BYTES} bytes that every match has, not {literal!r}: {pattern}"
+                    problems.append(Problem(diagnosis.id, key, wrong, ""))
+                    break
     return problems
 
 
 def _texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
-
-
-def projected(text: bytes) -> bytes:
-    """What the scan keeps of a line: its ASCII letters, lower case, and its spaces."""
-    return text.translate(_LOWER, _DROPPED)
-
-
-def longest_word(literal: bytes) -> bytes:
-    """The word that stands for a literal: a text without it can't hold the literal."""
-    return max(literal.split(b" "), key=len)
-
-
-def _longest_word(literal: bytes) -> int:
-    return len(longest_word(literal))
-
-
-def required_literals(pattern: str) -> tuple[bytes, ...]:
-    """Projected literals of which every match of the pattern contains at least one; () if none can be told."""
-    return _required(parser.parse(pattern.encode()))
-
-
-def _required(tokens: Any) -> tuple[bytes, ...]:
-    best: tuple[bytes, ...] = ()
-    run = bytearray()
-
-    def offer(candidate: tuple[bytes, ...]) -> None:
-        nonlocal best
-        if candidate and min(map(_longest_word, candidate)) > min(map(_longest_word, best), default=0):
-            best = candidate
-
-    for op, argument in tokens:
-        if op is ops.LITERAL:
-            run.append(argument)
-            continue
-        if op is ops.AT:  # ^, $, \b take no characters, so the literal goes on
-            continue
-        if not _takes_only_dropped(op, argument):
-            offer((projected(bytes(run)),) if projected(bytes(run)) else ())
-            run.clear()
-        if op is ops.SUBPATTERN:
-            offer(_required(argument[3]))
-        elif op is ops.BRANCH:
-            options = [_required(option) for option in argument[1]]
-            offer(tuple(literal for option in options for literal in option) if all(options) else ())
-        elif op in (ops.MAX_REPEAT, ops.MIN_REPEAT) and argument[0] > 0:
-            offer(_required(argument[2]))
-    offer((projected(bytes(run)),) if projected(bytes(run)) else ())
-    return best
-
-
-def _takes_only_dropped(op: Any, argument: Any) -> bool:
-    """True for parts like \\d+ or \\s* that match only characters the projection drops anyway."""
-    if op in (ops.MAX_REPEAT, ops.MIN_REPEAT):
-        return all(_takes_only_dropped(*token) for token in argument[2])
-    if op is ops.LITERAL:
-        return not projected(bytes([argument]))
-    if op is ops.SUBPATTERN:
-        return all(_takes_only_dropped(*token) for token in argument[3])
-    if op is ops.IN:
-        return all(
-            (kind is ops.CATEGORY and value is ops.CATEGORY_DIGIT)
-            or (kind is ops.LITERAL and not projected(bytes([value])))
-            or (kind is ops.RANGE and not projected(bytes(range(value[0], value[1] + 1))))
-            for kind, value in argument
-        )
-    return False
-
-
-_LOWER = bytes(byte + 32 if 65 <= byte <= 90 else 10 if byte == 13 else byte for byte in range(256))
-_DROPPED = bytes(byte for byte in range(256) if byte != 32 and (not chr(byte).isalpha() or byte > 127))

@@ -7,7 +7,7 @@ import re
 SHOWN_CHARACTERS = 400
 SEARCHED_BYTES = 8192  # patterns look at no more of a line than this: time stays linear in the log
 
-_ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|[@-Z\\^_])")
+_ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]{0,512}(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _RANK = re.compile(
     rb"^\s*(?:\[rank(\d+)\]|\[default(\d+)\]:|(\d{1,5}): )|\[Rank (\d+)\]|\blocal_rank: (\d+)|\[PG [^\]]* Rank (\d+)\]"
 )
@@ -21,15 +21,14 @@ _TIME = re.compile(
 )
 
 
-def clean(line: bytes) -> bytes:
-    """The line without terminal escapes, cut to what patterns look at."""
-    line = line[:SEARCHED_BYTES]
-    return _ANSI.sub(b"", line) if b"\x1b" in line else line
+def plain(text: bytes) -> bytes:
+    """The text without terminal escapes; line breaks stay."""
+    return _ANSI.sub(b"", text) if b"\x1b" in text else text
 
 
 def shown(line: bytes) -> str:
     """The line as evidence: text, one line, without control characters, at most SHOWN_CHARACTERS."""
-    text = clean(line).decode("utf-8", "replace")
+    text = line[:SEARCHED_BYTES].decode("utf-8", "replace")
     text = "".join(character if character.isprintable() else " " for character in text).strip()
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
@@ -69,7 +68,9 @@ def time_before(text: bytes) -> str | None:
 
 def progress_of(text: bytes) -> tuple[int, int] | None:
     """(step, steps) of the last training bar in the text: tqdm without a name, counted in it/s or s/it."""
-    end = len(text)
+    end = text.rfind(b"|") + 512  # no bar without one, and what follows its last one is short
+    if end < 512:
+        return None
     for _ in range(8):  # the last bar may be another one: look a few further back
         end = max(text.rfind(b"s/it]", 0, end), text.rfind(b"it/s]", 0, end))
         if end < 0:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from dpofit.doctor.facts import Event, HostReading, LogFacts, Metrics, Place
-from dpofit.doctor.knowledge import Diagnosis, Phase, required_literals
+from dpofit.doctor.knowledge import Diagnosis, Phase
+from dpofit.doctor.literals import required_literals
 
 KEPT_EVENTS = 32
 KEPT_METRICS = 4_096
@@ -17,21 +18,21 @@ KEPT_METRICS = 4_096
 PHASE_MARKS: tuple[tuple[Phase, str], ...] = (
     ("data", r"Running tokenizer on dataset|Converting format of dataset"),
     ("load", r"Loading checkpoint shards|Loading weights:|loading weights file|under default dtype torch"),
-    ("init", r"Creating fp16 ZeRO|Creating BF16|Loading extension module|DeepSpeedZeRoOffload initialize"),
+    ("init", r"Creating fp16 ZeRO|Creating BF16 optimizer|Loading extension module|DeepSpeedZeRoOffload initialize"),
     ("init", r"[Ii]nitializing optimizer states|Creating extension directory|Creating ZeRO Offload"),
     ("train", r"\*\*\*\*\* Running training \*\*\*\*\*"),
     ("eval", r"Running Evaluation \*\*\*\*\*|Running evaluation \*\*\*\*\*|Running Prediction \*\*\*\*\*"),
     ("save", r"Saving model checkpoint|\[Torch\] Saving |Saving the full checkpoint|Saving Torch Checkpoint"),
-    ("save", r"zero checkpoint saved|\[Torch\] Checkpoint \S+ is ready"),
-    ("done", r"'?train_runtime'?\s*[=:]|Training completed\. Do not forget"),
+    ("save", r"_checkpoint\] zero checkpoint saved |\[Torch\] Checkpoint \S+ is ready"),
+    ("done", r"'train_runtime': |  train_runtime  |Training completed\. Do not forget"),
 )
 LAUNCHED = r"Initializing \d+ distributed tasks at|Starting elastic_operator with launch configs"
 RESTARTED = r"attempts left; will restart worker group"
-METRICS = r"'loss': '?[-\dni]"
+METRICS = r"\{'loss': '?[-\dni]"
 FAILED = r"failed \(exitcode: -?\d+\)|ChildFailedError|exits with return code = -?[1-9]"
-NODE_RANK = r"num nodes: (\d{1,6}), node rank: (\d{1,6})"
-WORLD_SIZE = r"Process rank: \d+, world size: (\d{1,6})"  # llamafactory 0.9.5 hparams/parser.py
-SAMPLE = r"training example:|eval example:"  # llamafactory 0.9.5 data/loader.py: then comes any text of the user's
+NODE_RANK = r"training enabled: num nodes: (\d{1,6}), node rank: (\d{1,6})"
+WORLD_SIZE = r"Process rank: \d+, world size: (\d{1,6}), device: "  # llamafactory 0.9.5 hparams/parser.py
+SAMPLE = r"training example:$|(?:^|[\]:] ?)eval example:$"  # llamafactory 0.9.5 data/loader.py: then comes any text
 HOST_READING = r"CPU Virtual Memory:\s+used = ([\d.]+) GB, percent = ([\d.]+)%"
 
 Take = Callable[[LogFacts, Place, re.Match[bytes]], None]
@@ -47,6 +48,7 @@ class Probe:
     source: bytes
     literals: tuple[bytes, ...]
     take: Take
+    needs_time: bool = True  # finding a line's time takes longer than all the rest
 
     @property
     def pattern(self) -> re.Pattern[bytes]:
@@ -64,14 +66,14 @@ def all_probes(diagnoses: dict[str, Diagnosis]) -> list[Probe]:
     ]
 
 
-def _probe(pattern: str, take: Take) -> Probe:
-    return Probe(pattern.encode(), required_literals(pattern), take)
+def _probe(pattern: str, take: Take, needs_time: bool = True) -> Probe:
+    return Probe(pattern.encode(), required_literals(pattern), take, needs_time)
 
 
 def _own_probes() -> Iterator[Probe]:
     for phase, pattern in PHASE_MARKS:
         yield _probe(pattern, _mark(phase))
-    yield _probe(METRICS, lambda facts, place, match: keep_metrics(facts, place))
+    yield _probe(METRICS, lambda facts, place, match: keep_metrics(facts, place), needs_time=False)
     yield _probe(LAUNCHED, lambda facts, place, match: _keep(facts.launches, place))
     yield _probe(RESTARTED, lambda facts, place, match: _keep(facts.restarts, place))
     yield _probe(HOST_READING, _keep_reading)

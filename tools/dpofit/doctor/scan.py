@@ -1,61 +1,48 @@
-"""One streaming pass over a log that looks at few of its lines, since most are known to be dull by their letters.
+"""One streaming pass over a log that looks only at lines that some pattern may match.
 
-A line's skeleton is its ASCII letters, lower case, and its spaces. Logs repeat: a gigabyte has a few thousand
-skeletons. One set difference per block drops those seen before that hold nothing any pattern needs; new ones are
-judged by their words, which repeat, too; only the rest meets regular expressions. Every pattern has literals without
-which it can't match, and every literal has a word: nothing that could match is dropped.
+Every pattern has texts without which it can't match; a sieve finds those in a block of log at once, however many lines
+it has. The few lines that hold one meet the regular expressions. Lines that only look like failures are collected at
+the beginning and the end of a log and below every traceback: that is where they tell something.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import BinaryIO
 
 from dpofit.doctor import lines
 from dpofit.doctor.facts import LogFacts, Place
-from dpofit.doctor.knowledge import Diagnosis, Phase, longest_word
-from dpofit.doctor.probes import Probe, all_probes, keep_metrics
+from dpofit.doctor.knowledge import Diagnosis, Phase
+from dpofit.doctor.probes import Probe, all_probes
 from dpofit.doctor.read import blocks
+from dpofit.doctor.sieve import Sieve
 
-KEPT_DULL = 100_000  # skeletons remembered as dull, about 20 MB; then forgotten and learned again
-KEPT_WATCHED = 20_000
-KEPT_WORDS = 200_000
-LOOKS = 512  # times that one skeleton is looked at: as many ranks may say the same
-LOOKS_WITHOUT_PROBE = 2  # lines that are only telling: the first ones do
-TORN_TRIES = 2_000  # per log
-TORN_LETTERS = 100  # letters on each side of a line break that a broken literal can reach
+LOOKS = 256  # lines of a log that are looked at for one text: as many ranks may say the same
+LATER_LOOKS = 1  # and after those the last one of each block: the newest mark counts
+TORN_TRIES = 500  # per log
+TORN_BYTES = 100  # on each side of a line break that a broken literal can reach
 NEARBY_BYTES = 2_048  # above a line, where its time is looked for
 PROGRESS_BYTES = 65_536  # above a line, where the training bar is looked for: tracebacks of all ranks are long
+BEGINNING_BYTES = 1 << 20  # and the last two blocks: where every telling line is noted
+BELOW_TRACEBACK_BYTES = 8_192
 KEPT_TELLING_FIRST = 4
+KEPT_TELLING_ALIKE = 2  # lines with the same letters
+KEPT_LETTERS = 1_000
 
-# Lines worth showing when nothing is diagnosed: these words, as letters only and as they stand.
-TELLING_WORDS = (b"error", b"exception", b"fatal", b"failed", b"killed", b"aborted", b"exitcode")
+# Lines worth showing when nothing is diagnosed: these words in any case.
+TELLING_WORDS = (b"error", b"exception", b"fatal", b"failed", b"killed", b"aborted", b"core dumped", b"exit")
 _TELLING = re.compile(rb"error|exception|fatal|failed|killed|aborted|core dumped|exit ?code", re.I)
+_TRACEBACK = b"Traceback (most recent call last)"
 _TRACEBACK_FRAME = re.compile(rb'^\S*\s*File "|^\S*\s+raise |Traceback \(most recent')
+_NOT_LETTERS = bytes(byte for byte in range(256) if not (byte < 128 and chr(byte).isalpha()))
 
 # What the log itself writes after a printed training example, which may hold anything.
 _SAMPLE_ENDS = re.compile(
     rb"(?:^|[\r\n])(?:\[(?:INFO|WARNING|ERROR|rank\d|default\d|20\d\d-)|[IWE]\d{4} \d\d:"
     rb"|[\w ]{0,40}:? +\d+%\||\*{5} Running)"
 )
-
-_FOLD = bytes(byte + 32 if 65 <= byte <= 90 else 10 if byte == 13 else byte for byte in range(256))
-_DROP = bytes(byte for byte in range(256) if byte not in b"\n\r " and not (byte < 128 and chr(byte).isalpha()))
-
-
-@dataclass(slots=True)
-class _Watched:
-    """A skeleton that some pattern may match, or that is telling."""
-
-    probes: tuple[Probe, ...]
-    looks: int = 0
-
-    @property
-    def done(self) -> bool:
-        return self.looks >= (LOOKS if self.probes else LOOKS_WITHOUT_PROBE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,133 +52,147 @@ class _Here:
     block: bytes
     start: int
     newlines: int  # of the block before it
-    line: bytes  # without terminal escapes
+    line: bytes
 
 
 class Scan:
-    """Reads logs one after the other, keeping what it learned about dull lines."""
+    """Reads logs one after the other."""
 
     def __init__(self, diagnoses: dict[str, Diagnosis]) -> None:
-        self._by_literal: dict[bytes, list[Probe]] = {}
-        for probe in all_probes(diagnoses):
+        self._by_literal: dict[bytes, list[Probe]] = {_TRACEBACK: []}
+        self._order: dict[Probe, int] = {}  # of two patterns of a diagnosis the first that matches names the groups
+        for number, probe in enumerate(all_probes(diagnoses)):
+            self._order[probe] = number
             for literal in probe.literals:
                 self._by_literal.setdefault(literal, []).append(probe)
-        self._by_word: dict[bytes, list[bytes]] = {word: [] for word in TELLING_WORDS}
-        for literal in self._by_literal:
-            self._by_word.setdefault(longest_word(literal), []).append(literal)
-        self._dull: set[bytes] = set()
-        self._dull_words: set[bytes] = set()
-        self._live_words: dict[bytes, tuple[list[bytes], bool]] = {}  # word of logs: literals it may be of, telling
-        self._watched: dict[bytes, _Watched] = {}
+        self._sieve = Sieve(self._by_literal)
+        self._looks: dict[bytes, int] = {}
+        self._letters: dict[bytes, int] = {}  # of telling lines, and how many of them there were
 
     def read(self, name: str, stream: BinaryIO, on_bytes: Callable[[int], None] = lambda count: None) -> LogFacts:
-        """One log to its end. Memory: a block, the skeletons, and the bounded lists of LogFacts."""
+        """One log to its end. Memory: three blocks and the bounded lists of LogFacts."""
         facts = LogFacts(name)
-        last = b""
-        for block in blocks(stream):
-            newlines = block.count(b"\n")
-            self._block(block, newlines, facts)
+        self._looks, self._letters = {}, {}
+        block = b""
+        for raw, is_last in _with_last(blocks(stream)):
+            block = lines.plain(raw)
+            self._block(block, facts, is_last or facts.size_bytes < BEGINNING_BYTES)
             _leave_sample(block, len(block), facts)
-            facts.size_bytes += len(block)
-            facts.lines += newlines
+            facts.size_bytes += len(raw)  # offsets within a block with colours are a little low: their order is kept
+            facts.lines += block.count(b"\n")
             facts.before = (facts.before + block)[-NEARBY_BYTES:]
             facts.progress = lines.progress_of(block[-PROGRESS_BYTES:]) or facts.progress
-            last = block
-            on_bytes(len(block))
-        facts.tail = _tail(last, facts)
+            on_bytes(len(raw))
+        facts.tail = _tail(block, facts)
         return facts
 
-    def _block(self, block: bytes, newlines: int, facts: LogFacts) -> None:
-        skeletons = block.translate(_FOLD, _DROP).split(b"\n")
-        fresh = set(skeletons) - self._dull
-        if fresh:
-            self._learn(fresh)
-            wanted = fresh & self._watched.keys()
-            if wanted:
-                self._look(block, skeletons, wanted, facts)
-        _sample_metrics(block, newlines, facts)
-
-    def _learn(self, fresh: set[bytes]) -> None:
-        """Sorts new skeletons into dull and watched."""
-        if len(self._watched) > KEPT_WATCHED:
-            self._watched.clear()
-        new = fresh - self._watched.keys()
-        if len(self._dull) + len(new) > KEPT_DULL:
-            self._dull.clear()
-        self._dull |= new
-        text = b"\n".join(new)
-        live = self._live(set(text.split()))
-        if not live:
-            return
-        candidates = dict.fromkeys(literal for literals, _ in live.values() for literal in literals)
-        present = [literal for literal in candidates if literal in text]
-        telling = [word for word, (_, tells) in live.items() if tells]
-        for skeleton in new if present or telling else ():
-            found = [literal for literal in present if literal in skeleton]
-            if found or any(word in skeleton for word in telling):
-                probes = dict.fromkeys(probe for literal in found for probe in self._by_literal[literal])
-                self._watched[skeleton] = _Watched(tuple(probes))
-                self._dull.discard(skeleton)
-
-    def _live(self, words: set[bytes]) -> dict[bytes, tuple[list[bytes], bool]]:
-        """Of the words of a text, those that may be part of a literal, or are telling."""
-        unknown = words - self._dull_words - self._live_words.keys()
-        if unknown:
-            if len(self._dull_words) + len(unknown) > KEPT_WORDS:
-                self._dull_words.clear()
-            text = b" ".join(unknown)
-            keys = [key for key in self._by_word if key in text]
-            for word in unknown if keys else ():
-                inside = [key for key in keys if key in word]
-                if inside:
-                    literals = [literal for key in inside for literal in self._by_word[key]]
-                    self._live_words[word] = (literals, any(key in TELLING_WORDS for key in inside))
-            self._dull_words |= unknown - self._live_words.keys()
-            if len(self._live_words) > KEPT_WATCHED:
-                kept = {word: self._live_words[word] for word in words & self._live_words.keys()}
-                self._live_words = kept
-        return {word: self._live_words[word] for word in words & self._live_words.keys()}
-
-    def _look(self, block: bytes, skeletons: list[bytes], wanted: set[bytes], facts: LogFacts) -> None:
-        segments = block.replace(b"\r", b"\n").split(b"\n")
-        starts = accumulate((len(segment) + 1 for segment in segments), initial=0)
+    def _block(self, block: bytes, facts: LogFacts, is_telling: bool) -> None:
+        probes, telling = self._worth_a_look(block, is_telling)
         counted, newlines = 0, 0
-        for index, (skeleton, start) in enumerate(zip(skeletons, starts, strict=False)):
-            if skeleton not in wanted:
-                continue
-            watched = self._watched.get(skeleton)
-            if watched is None:  # done with, within this block
-                continue
+        for start in sorted(probes.keys() | telling):
             newlines += block.count(b"\n", counted, start)
             counted = start
-            _leave_sample(block, start + len(segments[index]), facts)
-            here = _Here(block, start, newlines, lines.clean(segments[index]))
-            if not _run(watched.probes, here, facts) and _TELLING.search(here.line):
-                if watched.looks < LOOKS_WITHOUT_PROBE and index + 1 < len(segments):
-                    self._torn(skeleton, skeletons[index + 1], segments[index + 1], here, facts)
-                _keep_telling(here, facts)
-            watched.looks += 1
-            if watched.done:
-                del self._watched[skeleton]
-                self._dull.add(skeleton)
+            end = _line_end(block, start)
+            _leave_sample(block, end, facts)
+            here = _Here(block, start, newlines, block[start : min(end, start + lines.SEARCHED_BYTES)])
+            found = sorted(probes.get(start, ()), key=self._order.__getitem__)
+            if not _run(found, here, facts) and start in telling and _TELLING.search(here.line):
+                self._note_telling(here, end, facts)
 
-    def _torn(self, skeleton: bytes, next_skeleton: bytes, rest: bytes, here: _Here, facts: LogFacts) -> None:
+    def _worth_a_look(self, block: bytes, is_telling: bool) -> tuple[dict[int, set[Probe]], set[int]]:
+        """Where lines begin that some probes may match, with those probes; and lines that may be telling."""
+        bounded = b"\n" + block + b"\n"  # what a line's beginning and end are found by
+        probes: dict[int, set[Probe]] = {}
+        telling: set[int] = set()
+        if is_telling:
+            telling |= _telling_lines(block, 0, len(block))
+        for literal in self._sieve.texts_in(bounded):
+            for start in self._lines_with(literal, bounded):
+                probes.setdefault(start, set()).update(self._by_literal[literal])
+                if literal is _TRACEBACK and not is_telling:
+                    telling |= _telling_lines(block, start, start + BELOW_TRACEBACK_BYTES)
+        return probes, telling
+
+    def _lines_with(self, literal: bytes, bounded: bytes) -> Iterator[int]:
+        """Where the lines of the block inside `bounded` begin that hold the literal: the first LOOKS of the log."""
+        at = bounded.find(literal)
+        while at >= 0 and self._looks.get(literal, 0) < LOOKS:
+            self._looks[literal] = self._looks.get(literal, 0) + 1
+            start = _line_start(bounded, at + 1)
+            yield start - 1
+            at = bounded.find(literal, _line_end(bounded, start))
+        end = len(bounded)
+        for _ in range(LATER_LOOKS if at >= 0 else 0):
+            last = bounded.rfind(literal, at, end)
+            if last < 0:
+                return
+            start = _line_start(bounded, last + 1)
+            yield start - 1
+            end = start
+
+    def _note_telling(self, here: _Here, end: int, facts: LogFacts) -> None:
+        letters = here.line.translate(None, _NOT_LETTERS)
+        if len(self._letters) > KEPT_LETTERS:
+            self._letters.clear()
+        self._letters[letters] = self._letters.get(letters, 0) + 1
+        if self._letters[letters] > KEPT_TELLING_ALIKE:
+            return
+        if end + 1 < len(here.block):
+            self._torn(here, here.block[end + 1 : _line_end(here.block, end + 1)], facts)
+        _keep_telling(here, facts)
+
+    def _torn(self, here: _Here, rest: bytes, facts: LogFacts) -> None:
         """A message broken in two by a line break: only patterns whose literal lies across the break are tried."""
         facts.torn_tries += 1
-        if facts.torn_tries > TORN_TRIES or not next_skeleton:
+        if facts.torn_tries > TORN_TRIES or not rest:
             return
-        head, tail = skeleton[-TORN_LETTERS:], next_skeleton[:TORN_LETTERS]
+        head, tail = here.line[-TORN_BYTES:], rest[:TORN_BYTES]
         joined = head + tail + b"\n" + head + b" " + tail.lstrip()
         across = [
             probes
             for literal, probes in self._by_literal.items()
             if literal in joined and literal not in head and literal not in tail
         ]
-        rest = lines.clean(rest)
+        rest = rest[: lines.SEARCHED_BYTES]
         for probe in dict.fromkeys(probe for probes in across for probe in probes):
             match = probe.pattern.search(here.line + rest) or probe.pattern.search(here.line + b" " + rest.lstrip())
             if match:
                 probe.take(facts, _place(facts, here), match)
+
+
+def _with_last(stream: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """The blocks, the last two as one, and whether it is that one."""
+    held: list[bytes] = []
+    for block in stream:
+        if len(held) == 2:
+            yield held.pop(0), False
+        held.append(block)
+    if held:
+        yield b"".join(held), True
+
+
+def _telling_lines(block: bytes, begin: int, end: int) -> set[int]:
+    """Where the lines begin that hold one of TELLING_WORDS, between two places of the block."""
+    part = block[begin:end].lower()
+    found: set[int] = set()
+    for word in TELLING_WORDS:
+        at = part.find(word)
+        while at >= 0:
+            found.add(_line_start(block, begin + at))
+            at = part.find(word, max(at + 1, _line_end(part, at)))
+    return found
+
+
+def _line_start(text: bytes, at: int) -> int:
+    start = text.rfind(b"\n", 0, at) + 1
+    return max(start, text.rfind(b"\r", start, at) + 1)
+
+
+def _line_end(text: bytes, at: int) -> int:
+    end = text.find(b"\n", at)
+    end = len(text) if end < 0 else end
+    earlier = text.find(b"\r", at, end)
+    return end if earlier < 0 else earlier
 
 
 def _leave_sample(block: bytes, end: int, facts: LogFacts) -> None:
@@ -204,23 +205,24 @@ def _leave_sample(block: bytes, end: int, facts: LogFacts) -> None:
             facts.sample_at = None
 
 
-def _run(probes: tuple[Probe, ...], here: _Here, facts: LogFacts) -> bool:
-    place = None
-    for probe in probes:
-        if match := probe.pattern.search(here.line):
-            place = place or _place(facts, here)
+def _run(probes: Sequence[Probe], here: _Here, facts: LogFacts) -> bool:
+    matches = [(probe, match) for probe in probes if (match := probe.pattern.search(here.line))]
+    if matches:
+        place = _place(facts, here, any(probe.needs_time for probe, _ in matches))
+        for probe, match in matches:
             probe.take(facts, place, match)
-    return place is not None
+    return bool(matches)
 
 
-def _place(facts: LogFacts, here: _Here) -> Place:
+def _place(facts: LogFacts, here: _Here, needs_time: bool = True) -> Place:
     """The line with what was going on: step, time and phase as last seen up to here."""
-    before = here.block[max(0, here.start - NEARBY_BYTES) : here.start]
-    if len(before) < NEARBY_BYTES:
-        before = facts.before + before
     since = here.block[max(0, here.start - PROGRESS_BYTES) : here.start]
     facts.progress = lines.progress_of(since + here.line) or facts.progress
-    facts.time = lines.time_of(here.line) or lines.time_before(before) or facts.time
+    if needs_time:
+        before = here.block[max(0, here.start - NEARBY_BYTES) : here.start]
+        if len(before) < NEARBY_BYTES:
+            before = facts.before + before
+        facts.time = lines.time_of(here.line) or lines.time_before(before) or facts.time
     return Place(
         file=facts.name,
         line=facts.lines + here.newlines + 1,
@@ -255,19 +257,6 @@ def _keep_telling(here: _Here, facts: LogFacts) -> None:
         facts.telling_last.append(place)
 
 
-def _sample_metrics(block: bytes, newlines: int, facts: LogFacts) -> None:
-    """Once metrics lines are dull, the last one of each block stands for the rest."""
-    start = block.rfind(b"'loss': ")
-    if start < 0:
-        return
-    start = max(block.rfind(b"\n", 0, start), block.rfind(b"\r", 0, start)) + 1
-    if facts.metrics and facts.metrics[-1].place.offset >= facts.size_bytes + start:
-        return
-    end = block.find(b"\n", start)
-    line = lines.clean(block[start : end if end >= 0 else len(block)])
-    keep_metrics(facts, _place(facts, _Here(block, start, newlines - block.count(b"\n", start), line)))
-
-
 def _tail(block: bytes, facts: LogFacts) -> list[Place]:
     """The last three lines of the log that say anything."""
     parts = block.split(b"\n")
@@ -276,7 +265,7 @@ def _tail(block: bytes, facts: LogFacts) -> list[Place]:
     last_line = facts.lines + (0 if block.endswith(b"\n") else 1)
     found: list[Place] = []
     for back, part in enumerate(reversed(parts[-50:])):
-        text = lines.clean(part.rstrip(b"\r").rsplit(b"\r", 1)[-1][-lines.SEARCHED_BYTES :])
+        text = part.rstrip(b"\r").rsplit(b"\r", 1)[-1][-lines.SEARCHED_BYTES :]
         if text.strip() and len(found) < 3:
             found.append(Place(facts.name, last_line - back, facts.size_bytes, text))
     return found[::-1]
