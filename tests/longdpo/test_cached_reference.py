@@ -238,8 +238,14 @@ def test_a_given_reference_is_loaded_for_the_pass_only(tmp_path: Path) -> None:
     assert alive == []
 
 
-def two_ranks(folder: str) -> tuple[list[float], list[float], int]:
-    """Two DDP ranks: what one of them lost with stock code and with the cache, and how many forwards it made."""
+def test_lora_with_noise_on_the_embeddings_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="neftune_noise_alpha"):
+        run(Case(tuning="lora", steps=1), PIECE, tmp_path, neftune_noise_alpha=5)
+
+
+def two_ranks(folder: str) -> tuple[list[float], list[float], int, str]:
+    """Two DDP ranks: what one of them lost with stock code and with the cache, how many forwards it made, and why it
+    refused to go on after that with other data."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from tests.guard import stack  # noqa: F401
@@ -248,19 +254,26 @@ def two_ranks(folder: str) -> tuple[list[float], list[float], int]:
     mine.mkdir()
     shared = {"output_dir": f"{folder}/out", "ddp_backend": "gloo"}
     hooks.install([hooks.Hook("two", "torch.distributed:destroy_process_group", lambda stock: lambda *args: None)])
-    found = []
-    for pieces in ((), PIECE):
-        found.append(train(case, pieces, mine, **shared))
+    found, why = [], ""
+    for pieces, more in (((), {}), (PIECE, {}), (PIECE, {"max_samples": 5})):
+        for path in Path(folder, "out").glob("*.*"):
+            path.unlink(missing_ok=True)
+        torch.distributed.barrier() if torch.distributed.is_initialized() else None
+        try:
+            found.append(train(case, pieces, mine, **shared, **more))
+        except BadInput as refused:
+            why = str(refused)
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
     (stock, _), (cached, references) = found
-    return stock.losses, cached.losses, references.forwards
+    return stock.losses, cached.losses, references.forwards, why
 
 
 def test_two_ranks_share_the_pass_and_one_cache(tmp_path: Path) -> None:
     results = values(run_ranks(two_ranks, 2, str(tmp_path)))
     pairs = len(json.loads((ASSETS / "pairs.json").read_text()))
-    for stock, cached, forwards in results:
+    for stock, cached, forwards, why in results:
         assert cached == pytest.approx(stock, rel=1e-5)
         assert forwards == 2 + -(-pairs // 4)  # batches of two, on two ranks
+        assert "data train was" in why, "every rank must refuse, not wait for the others"
     assert sorted(path.name for path in (tmp_path / "out" / FOLDER).iterdir()) == [SEALED]

@@ -63,7 +63,7 @@ def _noting_the_run(stock: Callable[..., None]) -> Callable[..., None]:
         global _current
         needs = finetuning_args.stage == "kto" or finetuning_args.use_ref_model
         if needs and training_args.do_train:
-            _check(model_args, finetuning_args)
+            _check(model_args, training_args, finetuning_args)
             _current = _Run(model_args, data_args, training_args, finetuning_args)
         try:
             stock(model_args, data_args, training_args, finetuning_args, callbacks)
@@ -73,12 +73,16 @@ def _noting_the_run(stock: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _check(model_args: Any, finetuning_args: Any) -> None:
+def _check(model_args: Any, training_args: Any, finetuning_args: Any) -> None:
     problems = []
     if model_args.train_from_scratch:
         problems.append(Problem("recipe", "train_from_scratch", "gives cached_reference no model to know again", ""))
     if model_args.use_unsloth:
         problems.append(Problem("recipe", "use_unsloth", "replaces the model's code, unknown to cached_reference", ""))
+    adapter_off = finetuning_args.finetuning_type == "lora" and finetuning_args.ref_model is None
+    if adapter_off and training_args.neftune_noise_alpha:
+        wrong = "adds noise to stock's reference too, which no cache could repeat"
+        problems.append(Problem("recipe", "neftune_noise_alpha", wrong, "Remove it, or switch cached_reference off."))
     if problems:
         raise BadInput(problems)
 
