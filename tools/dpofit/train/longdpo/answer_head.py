@@ -31,7 +31,7 @@ class AnswerHead(nn.Linear):
         return logps, logit_sums
 
 
-def answer_head(head: nn.Module) -> nn.Module:
+def answer_head(head: Any) -> AnswerHead:
     """The layer to call with targets: `head`, or of a head in PEFT's `modules_to_save` the copy that is in use.
 
     Not PEFT's wrapper itself: ZeRO-3 hooks it with the functions of the layer inside, and fails on its first call

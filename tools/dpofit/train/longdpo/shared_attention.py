@@ -58,22 +58,30 @@ def lower_right_sdpa(
     """Causal attention of the last `queries` of `keys` tokens: [1, heads, queries, d] over [1, kv_heads, keys, d].
 
     On CUDA torch runs its flash kernel, whose causal mask is lower right, or its memory-efficient one with that mask
-    type; elsewhere (a CPU) it builds a bool mask of queries x keys (torch 2.13 nn/attention/bias.py 175-245).
+    type (torch 2.13 nn/attention/bias.py 175-245); elsewhere a bool mask of queries x keys is made.
     """
-    from torch.backends.cuda import SDPAParams, can_use_flash_attention
-    from torch.nn.attention.bias import causal_lower_right
     from transformers.integrations.sdpa_attention import repeat_kv
 
     device = query.device.type
     if torch.is_autocast_enabled(device):  # which F.scaled_dot_product_attention does itself only for a plain mask
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (states.to(dtype) for states in (query, key, value))
-    # Only the flash kernel reads grouped keys and values in place.
-    grouped = can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, True))
+    mask, grouped = _lower_right_mask(query, key, value, dropout)
     if not grouped:
         key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
-    mask: Any = causal_lower_right(query.shape[2], key.shape[2])
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _lower_right_mask(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> tuple[Any, bool]:
+    """The mask, and whether what will run reads grouped keys and values in place: of torch's, only the flash kernel."""
+    queries, keys = query.shape[2], key.shape[2]
+    if not query.is_cuda:
+        return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries), False
+    from torch.backends.cuda import SDPAParams, can_use_flash_attention
+    from torch.nn.attention.bias import causal_lower_right
+
+    grouped = can_use_flash_attention(SDPAParams(query, key, value, None, dropout, False, True))
+    return causal_lower_right(queries, keys), grouped
