@@ -35,7 +35,7 @@ def answer_head(head: Any) -> AnswerHead:
     """The layer to call with targets: `head`, or of a head in PEFT's `modules_to_save` the copy that is in use.
 
     Not PEFT's wrapper itself: ZeRO-3 hooks it with the functions of the layer inside, and fails on its first call
-    (deepspeed 0.19.8 zero/parameter_offload.py 394 asks `hasattr`, which the wrapper answers for that layer).
+    (deepspeed 0.18.4 zero/parameter_offload.py 391 asks `hasattr`, which the wrapper answers for that layer).
     Raises TypeError for a head that is no plain linear layer (quantized, with a bias, or with LoRA of its own).
     """
     if hasattr(head, "modules_to_save"):
