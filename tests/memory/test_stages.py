@@ -33,3 +33,24 @@ def test_one_row_without_its_last_token_is_contiguous_and_not_copied():
 
 def test_a_batch_of_kto_is_single_answers():
     assert job(tiny(), stage="kto", micro_batch=3).rows == 3
+
+
+def test_a_reward_model_makes_logits_that_nobody_keeps():
+    fields = {"stage": "rm", "zero": zero(3), "prompt": 1016, "response": 8}
+    planned = peaks(job(tiny(vocab=50_000), **fields))
+    assert planned["forward"].breakdown["logits"] == 6 * ENTRIES  # bf16, and fp32 beside it (trl's .float())
+    assert "logits" not in planned["backward"].breakdown
+
+
+def test_a_reward_model_keeps_every_layers_states_to_the_end_of_its_forward():
+    planned = peaks(job(tiny(layers=6), stage="rm", use_unsloth_gc=True, prompt=1016, response=8))
+    assert planned["forward"].breakdown["hidden_states"] == 6 * 2 * 1024 * 64 * 4  # layers, rows, tokens, hidden, fp32
+    assert "hidden_states" not in planned["backward"].breakdown
+
+
+def test_a_reward_models_output_head_is_never_updated():
+    planned = job(tiny(), stage="rm", prompt=8, response=8, gpus=1, nodes=1)
+    step = peaks(planned)["optimizer_step"].breakdown
+    head = 1000 * 64
+    assert step["optimizer"] == 8 * (planned.model.parameters - head)
+    assert step["weights"] == 4 * planned.model.parameters

@@ -24,6 +24,8 @@ POINTS = {
     "ZeRO-3, adapters": {"zero": "z3", "finetuning": "lora"},
     "kto, one row": {"stage": "kto", "pure_bf16": True},
     "kto, ZeRO-3, adapters": {"stage": "kto", "zero": "z3", "finetuning": "lora"},
+    "rm, adapters, unsloth gc": {"stage": "rm", "finetuning": "lora", "checkpointing": "unsloth"},
+    "rm, ZeRO-3": {"stage": "rm", "zero": "z3"},
     "freeze: MLPs of the first layers and every norm": {
         "finetuning": "freeze",
         "recipe": (("freeze_layers", -2), ("freeze_modules", ("mlp",)), ("freeze_extra", ("norm",))),

@@ -53,7 +53,8 @@ def embed_backward(spec: LayerSpec, tape: Tape, tied_gradient: Storage | None) -
 def final_states(spec: LayerSpec, tape: Tape, hidden: Value, collated_tokens: int) -> tuple[LayerSpec, Value]:
     """The states that the head sees, held, and their shape: after the final norm, and under shared_prompt as the rows
     of the batch, `collated_tokens` in all. Lets go of `hidden`, whose name the norm's output takes over."""
-    normed = Ops(spec, tape).rms_norm(hidden, "norm", spec.model.hidden_size, spec.tokens)
+    ops = Ops(spec, tape)
+    normed = ops.boundary(ops.rms_norm(hidden, "norm", spec.model.hidden_size, spec.tokens), "model")
     tape.drop(hidden.storage)
     if spec.shared is None:
         return spec, normed
@@ -169,7 +170,7 @@ def causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value, head: HeadSpec) -
 
 
 def _own_causal_lm_loss(spec: LayerSpec, tape: Tape, output: Value) -> tuple[Value, Storage]:
-    """Qwen 1: a contiguous copy of the shifted bf16 logits, if rows are several; autocast then takes cross-entropy to fp32."""
+    """Qwen 1: a contiguous copy of several rows' shifted bf16 logits; autocast then takes cross-entropy to fp32."""
     shifted_bytes = spec.rows * (spec.tokens_per_row - 1) * spec.model.vocab_size * BF16
     wider = 2 if spec.autocast else 1
     loss = Value(tape.new("loss", 512, "activations"), output.needs_grad)

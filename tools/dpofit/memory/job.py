@@ -106,6 +106,11 @@ class Job:
         return bands(self.trained, self.adapters, self.recipe.gradient_checkpointing)
 
     @property
+    def score_head_bytes(self) -> int:
+        """Bytes of an element of a reward model's score: made in fp32, which only DeepSpeed undoes."""
+        return FP32 if self.recipe.zero is None else BF16
+
+    @property
     def embedding_needs_grad(self) -> bool:
         """The embedding's output requires a gradient when it leaves the module: it is trained, or PEFT's hook says so
         (enable_input_require_grads). LLaMA-Factory's checkpointing says so only later."""

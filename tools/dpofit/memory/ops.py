@@ -209,6 +209,8 @@ class Ops:
         rstd = tape.new(f"{name}.rstd", count * FP32, "activations")
         tape.drop(square)
         normed = tape.new(f"{name}.normed32", elements * FP32, "activations")
+        saved = [tape.hold(x32), rstd] if tape.grad and x.needs_grad else []
+        tape.drop(x32)  # hidden_states is rebound
         low = tape.hold(normed) if wide_in else tape.new(f"{name}.normed", elements * BF16, "activations")
         out = tape.new(f"{name}.out", elements * (FP32 if wide_out else BF16), "activations")
         y = Value(out, x.needs_grad or trained)
@@ -242,8 +244,8 @@ class Ops:
                 tape.drop(x_grad)
                 tape.give(x, result)
 
-        tape.node(y, ([x32, rstd] if x.needs_grad else []) + ([low] if trained else []), backward, name)
-        tape.drop(x32, rstd, normed, low)
+        tape.node(y, saved + ([low] if trained else []), backward, name)
+        tape.drop(saved[0] if saved else None, rstd, low, normed)
         tape.mark("post", name)
         return y
 

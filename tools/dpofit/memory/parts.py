@@ -22,6 +22,7 @@ from dpofit.memory.job import Job
 from dpofit.memory.layer import decoder_layer
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event
+from dpofit.memory.reward import scores
 from dpofit.memory.spec import BF16, LayerSpec
 from dpofit.memory.tape import Mark, Storage, Tape, Value
 from dpofit.train.longdpo import ALIGNMENT_BYTES, SLAB_BYTES
@@ -58,6 +59,7 @@ def micro_batch(job: Job) -> list[Part]:
     leaving, slab_rest = _leaving(job, spec)
     parts += [*held, *forwards, *map(_freed, held), *leaving, *slab_rest]
     casts = [Part("forward", cast, band.count, first=band.first) for band, _, _, cast in templates if cast]
+    casts += _captured_ends(forwards)
 
     hidden = Value(Storage("hidden", _residual_bytes(spec), kept, shift=layers), bands[-1].reached)
     head, result, outputs, waiting = _head_and_loss(job, spec, tape, hidden, "forward", casts)
@@ -74,6 +76,7 @@ def micro_batch(job: Job) -> list[Part]:
     parts.append(Part("loss", _literal(tape.cut())))
 
     tape.give(result, loss_grad)
+    tape.mark("pre_backward", "root")
     tape.run_backward()
     tape.drop(result.storage)
     if hidden.grad is not None:
@@ -112,6 +115,7 @@ def evaluation(job: Job) -> list[Part]:
     tape = Tape("eval.", grad=False)
     layers, casts = _frozen_layers(job, spec, job.bands, tape, "eval", "policy", mask)
     parts += layers
+    casts += _captured_ends(layers)
     hidden = Value(Storage("eval.hidden", _residual_bytes(spec), "activations", shift=job.model.layers), False)
     head, result, held, _ = _head_and_loss(job, spec, tape, hidden, "eval", casts)
     parts += [head[0], _freed(made), *head[1:]]
@@ -142,7 +146,9 @@ def _head_and_loss(
     else:
         outside, states = final_states(spec, tape, hidden, job.collated_tokens(spec.rows))
         decoder = [Part(phase, _literal(tape.cut()))]
-        if job.on("answer_logps"):
+        if job.recipe.stage == "rm":
+            result, waiting = scores(outside, tape, states, head, job.score_head_bytes), []
+        elif job.on("answer_logps"):
             result, waiting = answer_log_probs(outside, tape, states, head, job.answer_tokens(spec.rows))
         else:
             output, waiting = logits(outside, tape, states, head)
@@ -244,11 +250,28 @@ def _frozen_layers(
         layer.drop(block)
         y.storage.tag, y.storage.shift = f"{tape.prefix}hidden", 1
         layer.drop(x.storage)
+        _capture(job, layer, x)
         parts.append(Part(phase, tuple(layer.cut()), band.count, engine=engine, first=band.first))
         layer.drop(*layer.weight_casts)
         if end := tuple(layer.cut()):
             ends.append(Part(phase, end, band.count, engine=engine, first=band.first))
     return [*parts, _freed(held)], ends
+
+
+def _capture(job: Job, tape: Tape, x: Value) -> None:
+    """A reward model asks for the hidden states of every layer (output_hidden_states=True): what would go stays."""
+    if job.recipe.stage == "rm" and x.storage.holders == 0:
+        tape.new("captured", x.storage.size_bytes, "hidden_states")
+
+
+def _captured_ends(forwards: list[Part]) -> list[Part]:
+    """Captured states go when the model's forward has returned."""
+    ends = []
+    for part in forwards:
+        found = [event for event in part.records if isinstance(event, Event) and event.category == "hidden_states"]
+        if found:
+            ends.append(replace(part, records=tuple(event._replace(size_bytes=-event.size_bytes) for event in found)))
+    return ends
 
 
 def _held_embedding(job: Job, spec: LayerSpec) -> list[Part]:
@@ -275,6 +298,7 @@ def _layer_templates(
         y = decoder_layer(spec, tape, x, mask)
         y.storage.tag, y.storage.shift, y.storage.category = "hidden", 1, kept
         tape.drop(x.storage)
+        _capture(job, tape, x)
         forward = tuple(tape.cut())
         if not band.reached:
             return forward, (), ()
@@ -293,6 +317,7 @@ def _layer_templates(
     y.storage.tag, y.storage.shift, y.storage.category = "hidden", 1, "checkpoints"
     if recipe.use_unsloth_gc or offloads:
         tape.drop(x.storage)
+        _capture(job, tape, x)
     forward = tuple(tape.cut())
     tape.drop(*tape.weight_casts)
     casts = tuple(tape.cut())
@@ -396,7 +421,10 @@ def _freed(part: Part) -> Part:
 
 
 def _embedding(spec: LayerSpec, tape: Tape, category: str = "activations") -> list[Event | Mark]:
+    tape.mark("pre", "root")  # modules without parameters of their own: their hooks prefetch
+    tape.mark("pre", "model")
     embed(spec, tape, category)
+    tape.mark("pre", "rotary_emb")
     return list(_literal(tape.cut(), layer0=f"{tape.prefix}hidden"))
 
 

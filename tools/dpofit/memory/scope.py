@@ -12,7 +12,7 @@ from dpofit.recipe.long_context import written
 from dpofit.recipe.recipe import Recipe
 from dpofit.train.longdpo.families import FAMILIES
 
-STAGES = ("dpo", "kto", "sft")
+STAGES = ("dpo", "kto", "rm", "sft")
 FINETUNING = ("full", "freeze", "lora")
 LARGEST = 100_000  # batch or rank; more is a slip of the keyboard
 

@@ -59,6 +59,8 @@ def own_trained(job: Job) -> list[Tensor]:
     found = []
     for tensor in parameters_of(job):
         module = tensor.name.removesuffix(".bias")
+        if module == "lm_head" and job.recipe.stage == "rm" and job.recipe.zero is None:
+            continue  # a reward model's loss never reaches it; DeepSpeed keeps states for it all the same
         times = int(module in modules.outside) or sum(module in layer for layer in modules.layers)
         if times:
             found.append(tensor._replace(times=times))

@@ -144,8 +144,9 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
     from llamafactory.model.model_utils.attention import configure_attn_implementation
     from llamafactory.model.model_utils.kv_cache import configure_kv_cache
     from llamafactory.model.model_utils.liger_kernel import apply_liger_kernel
-    from llamafactory.model.patcher import patch_model
+    from llamafactory.model.patcher import patch_model, patch_valuehead_model
     from transformers import AutoConfig, AutoModelForCausalLM
+    from trl import AutoModelForCausalLMWithValueHead
 
     model_args, finetuning_args = arguments(request)
     values = request.config()
@@ -166,13 +167,17 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
     if packed:
         with torch.device("meta"):
             quantized.quantize(model, packed, request.double_quantization)
-    patch_model(model, None, model_args, trainable, False)
+    patch_model(model, None, model_args, trainable, request.stage == "rm")
     with torch.device("meta"), quantized.importable() if packed else nullcontext():
         if request.precision == "deepspeed":
             with mock.patch("llamafactory.model.adapter.is_deepspeed_zero3_enabled", lambda: True):
                 model = init_adapter(config, model, model_args, finetuning_args, trainable)
         else:
             model = init_adapter(config, model, model_args, finetuning_args, trainable)
+    if request.stage == "rm":
+        with torch.device("meta"):
+            model = AutoModelForCausalLMWithValueHead.from_pretrained(model)
+        patch_valuehead_model(model)
     long_context.tile(model, request)
     if request.precision == "deepspeed":
         model.to(torch.bfloat16)  # deepspeed 0.18.4 engine.py _configure_distributed_model: module.bfloat16()
