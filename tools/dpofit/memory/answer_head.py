@@ -74,35 +74,27 @@ def _head(spec: LayerSpec, tape: Tape, x: Value, name: str, answers: int, waitin
 
 
 def _chunks(tape: Tape, answers: int, vocabulary: int) -> None:
-    """Each chunk: bf16 logits, their fp32 copy, its log-softmax; the fp32 copy stays until the next chunk's is made."""
-    before: Storage | None = None
-    for start in range(0, min(answers, 2 * CHUNK_POSITIONS), CHUNK_POSITIONS):
-        entries = min(CHUNK_POSITIONS, answers - start) * vocabulary
-        low = tape.new("logits.chunk", entries * BF16, LOGITS)
-        wide = tape.new("logits.chunk_fp32", entries * FP32, LOGITS)
-        tape.drop(low, before)
-        tape.temporary("logits.chunk_log_softmax", entries * FP32, LOGITS)
-        before = wide
-    tape.drop(before)
+    """The first chunk, whose size no other exceeds: bf16 logits, their fp32 copy, its log-softmax (_score)."""
+    entries = min(CHUNK_POSITIONS, answers) * vocabulary
+    low = tape.new("logits.chunk", entries * BF16, LOGITS)
+    wide = tape.new("logits.chunk_fp32", entries * FP32, LOGITS)
+    tape.drop(low)
+    tape.temporary("logits.chunk_log_softmax", entries * FP32, LOGITS)
+    tape.drop(wide)
 
 
 def _slices(tape: Tape, answers: int, vocabulary: int, hidden_size: int, for_states: bool) -> None:
-    """Each slice: bf16 logits, the fp32 copy that becomes its gradient in place, that in bf16, and its product with the
-    slice; copy and bf16 gradient stay until the next slice's are made."""
-    width = max(1, min(vocabulary, CHUNK_POSITIONS * vocabulary // max(1, answers)))
-    wide: Storage | None = None
-    lowered: Storage | None = None
-    for start in range(0, min(vocabulary, 2 * width), width):
-        entries = answers * min(width, vocabulary - start)
-        low = tape.new("logits.slice", entries * BF16, LOGITS)
-        logits = tape.new("logits.slice_fp32", entries * FP32, LOGITS)
-        tape.drop(low, wide)
-        wide, last = logits, lowered
-        lowered = tape.new("logits.slice_grad", entries * BF16, LOGITS)
-        tape.drop(last)
-        if for_states:
-            tape.temporary("answer_states.product", answers * hidden_size * BF16)
-    tape.drop(wide, lowered)
+    """The first slice: bf16 logits, the fp32 copy that becomes its gradient in place, that in bf16 (_slope), and its
+    product with the slice, fp32 (_product)."""
+    entries = answers * max(1, min(vocabulary, CHUNK_POSITIONS * vocabulary // max(1, answers)))
+    low = tape.new("logits.slice", entries * BF16, LOGITS)
+    wide = tape.new("logits.slice_fp32", entries * FP32, LOGITS)
+    tape.drop(low)
+    slope = tape.new("logits.slice_grad", entries * BF16, LOGITS)
+    tape.drop(wide)
+    if for_states:
+        tape.temporary("answer_states.product", answers * hidden_size * FP32)
+    tape.drop(slope)
 
 
 def _hand_over(spec: LayerSpec, tape: Tape, name: str, gradient: Storage, waiting: list[Storage] | None) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.attention.bias
 
 from dpofit.trace import kernels
 from dpofit.trace.device import HOST
@@ -25,20 +24,19 @@ def pieces(request: TraceRequest, pin: Callable[[torch.Tensor], None]) -> Iterat
     with ExitStack() as stack:
         patch = lambda target, name, value: stack.enter_context(mock.patch.object(target, name, value))  # noqa: E731
         if "answer_logps" in request.long_context:
-            from dpofit.train.longdpo import answer_logps
+            from dpofit.train.longdpo import answer_head, answer_logps
 
+            patch(answer_head, "_product", _product_on_cuda)
             patch(answer_logps, "answer_positions", lambda labels: _answer_positions(labels, request.answers))
             done.append(f"answer_logps: {request.answers:,} positions predict a label, from the job's lengths")
         if request.shared is not None:
-            from dpofit.train.longdpo import shared_prompt
+            from dpofit.train.longdpo import shared_attention, shared_prompt
             from dpofit.train.longdpo.shared_row import SharedRow
 
             row = SharedRow(*request.shared, padded=request.tokens)
             patch(shared_prompt, "shared_row", lambda ids, mask: row)
             # What torch says of bf16 heads on a CUDA card.
-            patch(torch.backends.cuda, "can_use_flash_attention", lambda *_, **__: True)
-            patch(torch.backends.cuda, "SDPAParams", lambda *_: None)
-            patch(torch.nn.attention.bias, "causal_lower_right", lambda *_: kernels.LOWER_RIGHT)
+            patch(shared_attention, "_lower_right_mask", lambda *_: (kernels.LOWER_RIGHT, True))
             done.append("shared_prompt: the row's layout is the job's lengths; its second attention is torch's flash")
         if "cached_reference" in request.long_context:
             from dpofit.train.longdpo import cached_reference
@@ -79,6 +77,10 @@ def cache_for(request: TraceRequest, finetuning_args: Any) -> Any:
 
 def _answer_positions(labels: torch.Tensor, answers: int) -> tuple[torch.Tensor, torch.Tensor]:
     return labels.new_zeros(answers), labels.new_zeros(answers)
+
+
+def _product_on_cuda(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
 
 
 def _looked_up(run: Any, batch: dict[str, torch.Tensor], prefix: str = "") -> torch.Tensor:

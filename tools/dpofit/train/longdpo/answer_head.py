@@ -58,10 +58,7 @@ class _TargetLogps(torch.autograd.Function):
         log_sums = torch.empty_like(logps)
         for start in range(0, len(targets), longdpo.CHUNK_POSITIONS):
             rows = slice(start, start + longdpo.CHUNK_POSITIONS)
-            logits = F.linear(hidden[rows], weight).float()
-            at = targets[rows, None]
-            logps[rows] = logits.log_softmax(-1).gather(1, at)[:, 0]
-            log_sums[rows] = logits.gather(1, at)[:, 0] - logps[rows]
+            logps[rows], log_sums[rows] = _score(hidden[rows], weight, targets[rows])
         # The parameter itself, not a view: ZeRO-3 frees its data now and gathers it again before backward.
         ctx.save_for_backward(hidden, weight, targets, log_sums)
         return logps
@@ -80,18 +77,30 @@ class _TargetLogps(torch.autograd.Function):
         for start in range(0, vocabulary, width):
             tokens = slice(start, min(start + width, vocabulary))
             part = weight[tokens]
-            logits = F.linear(hidden, part).float()
-            # d logp / d logit = [token is the target] - probability
-            slope = logits.sub_(log_sums[:, None]).exp_().mul_(-grad[:, None])
-            local = targets - start
-            inside = (local >= 0) & (local < len(part))
-            slope.scatter_add_(1, local.clamp(0, len(part) - 1)[:, None], torch.where(inside, grad, 0)[:, None])
-            lowered = slope.to(hidden.dtype)
+            slope = _slope(hidden, part, targets - start, log_sums, grad)
             if grad_hidden is not None:
-                grad_hidden += _product(lowered, part)
+                grad_hidden += _product(slope, part)
             if grad_weight is not None:
-                torch.mm(lowered.t(), hidden, out=grad_weight[tokens])
+                torch.mm(slope.t(), hidden, out=grad_weight[tokens])
+            del slope  # before the next slice's logits
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None
+
+
+def _score(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs of the targets, and the log of the sum of all exponentiated logits; both [n] fp32."""
+    logits = F.linear(hidden, weight).float()
+    logps = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return logps, logits.gather(1, targets[:, None])[:, 0] - logps
+
+
+def _slope(hidden: Tensor, part: Tensor, targets: Tensor, log_sums: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of one slice's logits [n, slice], in the model's dtype; `targets` count from the slice's first token."""
+    logits = F.linear(hidden, part).float()
+    # d logp / d logit = [token is the target] - probability
+    slope = logits.sub_(log_sums[:, None]).exp_().mul_(-grad[:, None])
+    inside = (targets >= 0) & (targets < len(part))
+    slope.scatter_add_(1, targets.clamp(0, len(part) - 1)[:, None], torch.where(inside, grad, 0)[:, None])
+    return slope.to(hidden.dtype)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
