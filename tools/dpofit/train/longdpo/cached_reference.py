@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from dpofit.errors import BadInput, Problem
 from dpofit.train.hooks import Hook
 from dpofit.train.longdpo import OWNER
 from dpofit.train.longdpo.reference_key import Key, reference_key
+from dpofit.train.longdpo.reference_model import has_adapter, reference
 from dpofit.train.longdpo.reference_pass import score
 from dpofit.train.longdpo.reference_rows import Example, batch_keys, examples
 from dpofit.train.longdpo.reference_store import Lines, Values, missing, read, refused, remove_lines, seal
@@ -229,9 +228,10 @@ def _todo(of: Mapping[str, list[Example]], values: Values) -> list[Example]:
 
 def _compute(trainer: Any, run: _Run, key: Key, datasets: Mapping[str, Any], todo: list[Example]) -> Values:
     values: Values = {}
+    load = run.create_ref_model if run.finetuning_args.ref_model is not None else None
     run.scoring = True
     try:
-        with Lines(run.folder, trainer.args.process_index, key) as lines, _reference(trainer, run) as model:
+        with Lines(run.folder, trainer.args.process_index, key) as lines, reference(trainer, load) as model:
             mine = score(trainer, model, datasets, todo, lines)
     finally:
         run.scoring = False
@@ -242,50 +242,7 @@ def _compute(trainer: Any, run: _Run, key: Key, datasets: Mapping[str, Any], tod
 
 def _frozen_reference(trainer: Any, run: _Run) -> bool:
     """Whether the reference does not change with training: a model of its own, or a base under an adapter."""
-    return run.finetuning_args.ref_model is not None or _has_adapter(trainer)
-
-
-def _has_adapter(trainer: Any) -> bool:
-    return hasattr(trainer.accelerator.unwrap_model(trainer.model), "disable_adapter")
-
-
-@contextmanager
-def _reference(trainer: Any, run: _Run) -> Iterator[Any]:
-    """A model that stock's code takes for the reference: the given one, loaded for this only; the base, whose adapter
-    stock switches off itself; or the policy, which has not been trained yet."""
-    model = trainer.model_wrapped
-    if run.finetuning_args.ref_model is not None:
-        assert run.create_ref_model is not None
-        trainer.ref_model = _prepared(trainer, run.create_ref_model())
-    elif not _has_adapter(trainer):
-        trainer.ref_model = model
-    try:
-        yield model
-    finally:
-        loaded, trainer.ref_model = trainer.ref_model, None
-        if run.finetuning_args.ref_model is not None:
-            _freed(trainer, loaded)
-
-
-def _prepared(trainer: Any, model: Any) -> Any:
-    """As the trainer's own __init__ does it (llamafactory 0.9.5 train/dpo/trainer.py 55-103)."""
-    from trl.models.utils import prepare_deepspeed
-    from trl.trainer import disable_dropout_in_model
-
-    disable_dropout_in_model(model)
-    quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
-    if trainer.is_deepspeed_enabled:
-        return model if quantized else prepare_deepspeed(model, trainer.accelerator)
-    return trainer.accelerator.prepare_model(model, evaluation_mode=True).eval()
-
-
-def _freed(trainer: Any, model: Any) -> None:
-    if hasattr(model, "destroy"):  # a DeepSpeed engine
-        model.destroy()
-    models = trainer.accelerator._models
-    models[:] = [one for one in models if one is not model]
-    del model
-    gc.collect()  # modules and engines refer to each other
+    return run.finetuning_args.ref_model is not None or has_adapter(trainer)
 
 
 def _gather(mine: Any) -> list[Any]:
