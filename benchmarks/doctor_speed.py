@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -76,11 +75,10 @@ def measure(path: Path) -> dict[str, float]:
     def cost(command: list[str]) -> tuple[float, float]:
         best, peak_mib = float("inf"), 0.0
         for _ in range(3):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run(command, stdout=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C"}, check=False)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-            peak_mib = after.ru_maxrss / 1024
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C"})
+            _, _, used = os.wait4(process.pid, 0)
+            process.returncode = 0  # waited for
+            best, peak_mib = min(best, used.ru_utime + used.ru_stime), used.ru_maxrss / 1024
         return best, peak_mib
 
     grep_seconds, _ = cost(["grep", "-c", "OutOfMemoryError", str(path)])
