@@ -110,8 +110,10 @@ def memory_efficient_linear() -> Iterator[None]:
 def _forgetting(module: Any) -> Iterator[None]:
     """deepspeed.utils.groups keeps what it made in module variables, which would outlive this process group."""
     before = {name: value for name, value in vars(module).items() if not callable(value)}
-    yield
-    vars(module).update({name: before[name] for name in before if not name.startswith("__")})
+    try:
+        yield
+    finally:
+        vars(module).update({name: before[name] for name in before if not name.startswith("__")})
 
 
 def _leave() -> None:
