@@ -9,8 +9,9 @@ from dpofit.memory.caching_allocator import CachingAllocator
 from dpofit.memory.program import Program
 
 # (storage, size_bytes, stream): an allocation if size_bytes > 0, the free of `storage` if < 0, and if 0 a mark:
-# what follows belongs to the phase called `storage`.
+# what follows belongs to the phase called `storage`, or, with EMPTY_CACHE as its stream, torch.cuda.empty_cache().
 AllocatorEvent = tuple[Hashable, int, str]
+EMPTY_CACHE = "empty_cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ def replay(events: Iterable[AllocatorEvent], *, expandable: bool, capacity_bytes
                 break
         elif size_bytes < 0:
             free(storage)
+        elif stream == EMPTY_CACHE:
+            allocator.empty_cache()
         else:
             peaks[phase] = _with_stretch(peaks.get(phase), phase, allocator, retries_before)
             allocator.reset_peaks()

@@ -101,6 +101,10 @@ class CachingAllocator:
         self._allocated -= size
         self._insert_free(pool, address, size)
 
+    def empty_cache(self) -> None:
+        """torch.cuda.empty_cache(): everything wholly unused goes back to the driver."""
+        self._release_cached()
+
     def reset_peaks(self) -> None:
         """Peaks count from here, as torch.cuda.reset_peak_memory_stats."""
         self._peak_allocated, self._peak_reserved = self._allocated, self._reserved

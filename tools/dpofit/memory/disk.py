@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dpofit.memory.job import Job
+from dpofit.memory.optimizers import offloaded_states, update_of
 from dpofit.memory.spec import BF16, FP32
+from dpofit.memory.tensors import Tensor, trained_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,12 @@ class DiskUse:
     total_bytes: int
 
 
+def _moments(job: Job, tensors: list[Tensor], element_bytes: int) -> int:
+    """Bytes of the optimizer's own state, wherever it is."""
+    updates = [(update_of(job.recipe, tensor, element_bytes), tensor.times) for tensor in tensors]
+    return sum((sum(update.kept) + update.managed) * times for update, times in updates)
+
+
 def disk_use(job: Job) -> DiskUse:
     """ZeRO-3: 12 B of optimizer a trained parameter and 2 B of weights; ZeRO-1/2 add the module's own 2 B."""
     recipe, trained = job.recipe, job.trained_parameters
@@ -28,11 +36,12 @@ def disk_use(job: Job) -> DiskUse:
     if recipe.save_only_model:
         optimizer = 0
     elif recipe.zero is None:
-        optimizer = 2 * job.trained_bytes * trained
-        if "8bit" in recipe.optim:
-            optimizer = 2 * trained
+        optimizer = _moments(job, trained_tensors(job), job.trained_bytes)
     else:
-        optimizer = 3 * FP32 * trained + (BF16 * trained if recipe.zero.stage < 3 else 0)
+        moments = _moments(job, [Tensor("flat", (trained,), 1)], FP32)
+        if recipe.zero.offload_optimizer == "cpu":
+            moments = offloaded_states(recipe) * FP32 * trained
+        optimizer = FP32 * trained + moments + (BF16 * trained if recipe.zero.stage < 3 else 0)
     checkpoint = weights + optimizer
     kept = recipe.save_total_limit + 1 if recipe.save_total_limit else 1
     return DiskUse(checkpoint, weights, optimizer, kept * checkpoint + weights)

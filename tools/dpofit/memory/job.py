@@ -149,7 +149,7 @@ class Job:
     @property
     def autocast(self) -> bool:
         """fp32 trainable weights under torch.autocast: no DeepSpeed and not pure_bf16."""
-        return self.recipe.zero is None and not self.recipe.pure_bf16
+        return self.recipe.zero is None and not self.recipe.pure_bf16 and (self.recipe.bf16 or self.recipe.fp16)
 
     @property
     def trained_bytes(self) -> int:

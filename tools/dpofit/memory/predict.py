@@ -143,13 +143,13 @@ def _gpu(job: Job, plan: Plan, program: Program, mix: tuple[Lengths, ...]) -> Gp
     peak = highest(peaks)
     beside = overhead(job)
     capacity = job.cluster.gpu.capacity_bytes
-    expandable = expandable_segments(job)
+    expandable, empties = expandable_segments(job), job.recipe.torch_empty_cache_steps == 1
     shorter = [replace(job, lengths=lengths) for lengths in mix]
     steps = [steady_step(other, plan) if number else build_program(other, plan) for number, other in enumerate(shorter)]
     room = max(capacity - beside.total_bytes, 1)
-    held = reserved(program, steps, expandable=expandable, capacity_bytes=room)
+    held = reserved(program, steps, expandable=expandable, capacity_bytes=room, empties=empties)
     if held.out_of_memory:  # what it would have wanted, from the longest rows alone
-        wanted = reserved(program, [], expandable=expandable, capacity_bytes=None)
+        wanted = reserved(program, [], expandable=expandable, capacity_bytes=None, empties=empties)
         held = replace(held, peak_bytes=max(held.peak_bytes, wanted.peak_bytes), phases=wanted.phases)
     error = residuals_for(job.cluster)
     used = beside.total_bytes + held.peak_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dpofit.memory.allocator import AllocatorEvent, replay
+from dpofit.memory.allocator import EMPTY_CACHE, AllocatorEvent, replay
 from dpofit.memory.program import Program
 from dpofit.memory.unroll import requests
 
@@ -21,14 +21,17 @@ class Reserved:
     out_of_memory: bool
 
 
-def reserved(program: Program, mix: Sequence[Program], *, expandable: bool, capacity_bytes: int | None) -> Reserved:
+def reserved(
+    program: Program, mix: Sequence[Program], *, expandable: bool, capacity_bytes: int | None, empties: bool = False
+) -> Reserved:
     """Replay a run whose longest rows are `program`'s. They come last: segments that shorter batches left behind are
     too small for them, which is what fragments a run (longest first, everything later fits what is there).
 
     `mix`: the shorter batches as they come. The first is a whole program, since what lives across steps belongs to its
-    load, init and first step; the others are steady steps. Empty: `program` whole, alone.
+    load, init and first step; the others are steady steps. Empty: `program` whole, alone. `empties`: the cache is
+    emptied between loss and backward of every step (torch_empty_cache_steps: 1, transformers trainer.py:1910).
     """
-    run = replay(_events(program, mix), expandable=expandable, capacity_bytes=capacity_bytes)
+    run = replay(_events(program, mix, empties), expandable=expandable, capacity_bytes=capacity_bytes)
     phases: dict[str, int] = {}
     for phase in run.phases:
         if phase.phase is not None:
@@ -38,11 +41,13 @@ def reserved(program: Program, mix: Sequence[Program], *, expandable: bool, capa
     return Reserved(run.peak_reserved_bytes, phases, run.retries / steps, run.out_of_memory is not None)
 
 
-def _events(program: Program, mix: Sequence[Program]) -> Iterator[AllocatorEvent]:
+def _events(program: Program, mix: Sequence[Program], empties: bool) -> Iterator[AllocatorEvent]:
     opening, later = (mix[0], mix[1:]) if mix else (program, ())
     for phase in opening.phases:
         if mix and phase.name in ("eval", "save"):
             continue  # once, at the end, with the longest rows
+        if empties and phase.name == "backward":
+            yield "", 0, EMPTY_CACHE
         yield phase.name, 0, ""
         yield from requests(phase)
     if not mix:
@@ -50,5 +55,7 @@ def _events(program: Program, mix: Sequence[Program]) -> Iterator[AllocatorEvent
     longest = Program(tuple(phase for phase in program.phases if phase.step == 2))
     for number, step in enumerate([*later, longest]):
         for phase in step.phases:
+            if empties and phase.name == "backward":
+                yield "", 0, EMPTY_CACHE
             yield phase.name, 0, ""
             yield from requests(phase, f"{number}.")

@@ -96,16 +96,16 @@ def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
         "upcast_layernorm": (recipe.upcast_layernorm, "upcast_layernorm", "Leave it out"),
         "upcast_lmhead_output": (recipe.upcast_lmhead_output, "upcast_lmhead_output", "Leave it out"),
         "neat_packing": (recipe.neat_packing, "neat_packing", "packing is modelled"),
-        "torch_empty_cache_steps": (
-            bool(recipe.torch_empty_cache_steps), "emptying the allocator's cache", "Leave it out"),
         "bf16": (
-            not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16), "training in fp32",
-            "Set bf16: true (or fp16: true, pure_bf16: true)"),
+            not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16) and (zero is not None or recipe.finetuning != "lora"),
+            "training in fp32", "Set bf16: true (or fp16: true, pure_bf16: true)"),
     }  # fmt: skip
     gaps = [(key, wrong, right) for key, (missing, wrong, right) in modelled.items() if missing]
     if zero is not None:
-        if zero.stage == 0:
-            gaps.append(("deepspeed", "DeepSpeed at stage 0", "Modelled: no DeepSpeed, or stage 1, 2, 3"))
+        if zero.stage < 2 and zero.grad_accum_dtype not in (None, "bf16", "fp16"):
+            # engine.py _do_optimizer_sanity_check: DeepSpeed then runs its BF16_Optimizer, another engine
+            wrong = f"{zero.grad_accum_dtype} gradients at stage {zero.stage}"
+            gaps.append(("deepspeed", wrong, "Leave data_types.grad_accum_dtype out, or use stage 2 or 3"))
         if "nvme" in (zero.offload_optimizer, zero.offload_param):
             gaps.append(("deepspeed", "offload to NVMe", "Modelled: offload to cpu"))
         if zero.stage == 3 and recipe.quantization_bit:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpofit.memory.job import Job
 from dpofit.memory.optimizers import offloaded_states, update_of
@@ -112,6 +112,10 @@ def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
             states.append(State("ddp_buckets", trained * job.trained_bytes, "gradients"))
         return states
     assert sizes is not None
+    if zero.stage == 0:  # fp16/unfused_optimizer.py: every tensor's master, and its moments from init on
+        master = State("master", trained * FP32, "optimizer", blocks=sum(t.times for t in trained_tensors(job)))
+        first = [replace(state, tag=f"first_{state.tag}") for state in moments(job, trained_tensors(job), FP32)]
+        return [master, *first]
     share = math.ceil(trained / world)
     if zero.offload_optimizer == "cpu":
         subgroups = math.ceil(share / sizes.sub_group)

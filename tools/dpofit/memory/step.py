@@ -25,9 +25,11 @@ from dpofit.memory.update import (
     buckets_of_backward,
     comes_and_goes,
     end,
+    first_unfused_step,
     forwarded_twice,
     kept_gathered,
     optimizer_update,
+    unbucketed_reduction,
     with_buckets,
     zero_grad,
 )
@@ -87,7 +89,7 @@ def _load(job: Job) -> Items:
     if job.zero_stage == 3:
         # zero.Init builds each module whole on the GPU, then keeps its slice (partition_parameters.py Init)
         items += comes_and_goes("load_module", job.model.embedding_parameters * BF16, "load")
-    elif job.zero_stage in (1, 2) and job.own_trained_parameters:
+    elif job.recipe.zero is not None and job.own_trained_parameters:
         # LLaMA-Factory upcasts trainable weights to fp32 before DeepSpeed casts them to bf16
         items += comes_and_goes("load_fp32", job.own_trained_parameters * BF16, "load")
     return items
@@ -103,6 +105,8 @@ def _optimizer_split(job: Job, sizes: ZeroSizes | None) -> tuple[list[State], li
 def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
     items: Items = []
     zero = job.recipe.zero
+    if zero is not None and zero.stage == 0:  # initialize_optimizer_states: a first step on gradients of zero
+        return [*allocate(lasting), *first_unfused_step(job)]
     if zero is not None and sizes is not None:
         share = math.ceil(job.trained_parameters / job.world_size)
         group = min(share, sizes.sub_group) if zero.stage == 3 else share
@@ -195,16 +199,22 @@ def _step(
     buffers = buckets_of_backward(job, sizes)
     gradients_stay = job.zero_stage < 2
     one_bucket = sizes is not None and job.trained_parameters <= sizes.reduce_bucket
-    phases.append(Phase("backward", step, tuple(with_buckets(laid["backward"], buffers, one_bucket))))
+    backward = with_buckets(laid["backward"], buffers, one_bucket)
+    if job.recipe.zero is not None and job.zero_stage == 0:
+        backward += unbucketed_reduction(job)
+    if job.zero_stage == 1 and job.recipe.gradient_accumulation == 1:
+        backward += zero_grad(parts)  # independent_gradient_partition_epilogue lets go of what it has copied
+    phases.append(Phase("backward", step, tuple(backward)))
     if job.recipe.gradient_accumulation > 1 and gradients_stay:
-        phases.append(Phase("accumulate", step, tuple(_accumulate(parts))))
+        again = _accumulate(parts)
+        phases.append(Phase("accumulate", step, tuple(again + (zero_grad(parts) if job.zero_stage == 1 else []))))
     items: Items = []
     if job.zero_stage == 3 and sizes is not None:  # step() partitions all parameters first, stage3.py:2187
         items += [end(event) for event in kept_gathered(job, sizes)]
     items += optimizer_update(job, sizes, appearing)
     items += graph_ends
     items += [end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
-    if gradients_stay:
+    if job.zero_stage == 0:
         items += zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))
     return phases
@@ -232,9 +242,10 @@ def _save(job: Job) -> Items:
     """LLaMA-Factory's native save (transformers 5.5.4 trainer.py save_model). ZeRO-3: modules are gathered one by one,
     the 16-bit model piles up on rank 0's host (engine.py _zero3_consolidated_16bit_state_dict); with LoRA only the
     adapters since transformers 5, before it the frozen base too (accelerate's get_state_dict). ZeRO-1/2: the whole
-    model, frozen base included, is cloned on every rank's host (get_state_dict, clone_tensors_for_torch_save)."""
+    model, frozen base included, is cloned on every rank's host (get_state_dict, clone_tensors_for_torch_save); stage 0
+    too."""
     whole = base_weight_bytes(job) + job.adapter_parameters * BF16
-    if job.zero_stage in (1, 2):
+    if job.recipe.zero is not None and job.zero_stage < 3:
         return comes_and_goes("save_copy", whole, "save", "host_pageable")
     if job.zero_stage == 3 and not job.zero.gather_16bit_weights_on_save:
         return []  # ValueError inside save_model; the sharded DeepSpeed checkpoint is written instead

@@ -102,9 +102,13 @@ def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) 
         return items
     share = math.ceil(job.trained_parameters / job.world_size)
     assert sizes is not None
+    if zero.stage == 0:
+        return items + _unfused_update(job)
     # get_grad_norm_direct takes each gradient, at stage 3 its partition, to float64 (stage_1_and_2.py:1859, stage3.py)
     largest = largest_tensor(job)
     normed = min(largest, share) if zero.stage < 3 else math.ceil(largest / job.world_size)
+    if job.recipe.fp16 and zero.stage < 3:  # _has_inf_or_nan: fp32, three masks, fp32 again (stage_1_and_2.py)
+        items += comes_and_goes("overflow", normed * 11, "optimizer_workspace")
     items += comes_and_goes("grad_norm", normed * 8, "optimizer_workspace")
     group = flat_weights(job, sizes)[0]
     flat = Event("flat_grads", group.elements * BF16, "optimizer_workspace")
@@ -112,6 +116,29 @@ def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) 
     items += [flat, wide, end(flat)]
     items += _optimizer_temporaries(job, [group._replace(times=1)], FP32)
     return [*items, end(wide)]
+
+
+def unbucketed_reduction(job: Job) -> Items:
+    """Stage 0 flattens up to 5e8 gradients, and the one that goes over, to reduce them together (engine.py
+    allreduce_no_retain)."""
+    return comes_and_goes(
+        "reduce_copy", min(job.trained_parameters, 500_000_000 + largest_tensor(job)) * BF16, "buckets"
+    )
+
+
+def _unfused_update(job: Job) -> Items:
+    """deepspeed 0.18.4 fp16/unfused_optimizer.py step: each gradient to fp32 to look for overflow, then all at once."""
+    tensors = trained_tensors(job)
+    wide = allocate([State("fp32_grads", job.trained_parameters * FP32, "optimizer_workspace",
+                           blocks=sum(tensor.times for tensor in tensors))])  # fmt: skip
+    check = comes_and_goes("overflow", largest_tensor(job) * FP32, "optimizer_workspace")
+    return [*check, *wide, *_optimizer_temporaries(job, tensors, FP32), *map(end, wide)]
+
+
+def first_unfused_step(job: Job) -> Items:
+    """initialize_optimizer_states: a step on gradients of zero, in bf16 and fp32."""
+    zeros = Event("first_gradients", job.trained_parameters * (BF16 + FP32), "gradients")
+    return [zeros, *_optimizer_temporaries(job, trained_tensors(job), FP32), end(zeros)]
 
 
 def _optimizer_temporaries(job: Job, tensors: list[Tensor], element_bytes: int) -> Items:

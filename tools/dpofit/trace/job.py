@@ -79,7 +79,7 @@ def request_of(job: Job) -> TraceRequest:
         freeze_extra=recipe.freeze_extra,
         lora_rank=recipe.lora_rank,
         lora_target=recipe.lora_target,
-        precision="deepspeed" if recipe.zero else "pure_bf16" if recipe.pure_bf16 else "autocast",
+        precision="deepspeed" if recipe.zero else "autocast" if job.autocast else "pure_bf16",
         checkpointing=_checkpointing(recipe),
         liger=recipe.liger,
         attention=_ATTENTION[recipe.flash_attn],
