@@ -210,6 +210,9 @@ def test_a_resumed_run_reads_the_cache_and_without_it_is_refused(
     resumed, references = train(Case(steps=4), PIECE, tmp_path, **resume)
     assert resumed.losses == whole.losses[2:]
     assert references.forwards == 2
+    elsewhere, references = train(Case(steps=4), PIECE, tmp_path, **resume, output_dir=str(tmp_path / "elsewhere"))
+    assert elsewhere.losses == whole.losses[2:]
+    assert references.forwards == 2
     (tmp_path / "out" / FOLDER / SEALED).unlink()
     with pytest.raises(BadInput, match="training resumes at step 2, where the model is no longer its own reference"):
         train(Case(steps=4), PIECE, tmp_path, **resume)

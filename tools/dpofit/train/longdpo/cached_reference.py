@@ -199,7 +199,7 @@ def _agree(run: _Run, of: Mapping[str, list[Example]]) -> tuple[Key, Values, boo
     try:
         key = reference_key(run.model_args, run.data_args, run.training_args, run.finetuning_args, of)
         found = read(run.folder, key)
-        values, sealed = found.values, found.sealed
+        values, sealed = found.values or _beside_the_checkpoint(run, key), found.sealed
     except BadInput as bad:
         problems = bad.problems
     everyone = _gather((problems, key, sealed))
@@ -218,6 +218,14 @@ def _agree(run: _Run, of: Mapping[str, list[Example]]) -> tuple[Key, Values, boo
         for theirs in _gather(values if contributes else {}):
             values |= theirs
     return key, values, everywhere
+
+
+def _beside_the_checkpoint(run: _Run, key: Key) -> Values:
+    """A run may resume into a new output_dir: its cache is where the checkpoint comes from."""
+    checkpoint = run.training_args.resume_from_checkpoint
+    if not isinstance(checkpoint, str) or not Path(checkpoint).is_dir():
+        return {}
+    return read(Path(checkpoint).parent / FOLDER, key).values
 
 
 def _todo(of: Mapping[str, list[Example]], values: Values) -> list[Example]:
