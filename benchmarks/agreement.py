@@ -108,6 +108,15 @@ def knobs(model: str, finetuning: str) -> Iterator[Point]:
     for stage, zero, pairs in product(("kto", "rm"), ("none", "z2", "z3"), (1, 2)):
         yield Point(model, stage=stage, finetuning=finetuning, zero=zero, pairs=pairs)
         yield Point(model, stage=stage, finetuning=finetuning, zero=zero, pairs=pairs, checkpointing="none", liger=True)
+    for zero in ("none", "z2", "z3"):
+        for stage, key in product(("dpo", "sft"), ("upcast_layernorm", "upcast_lmhead_output")):
+            if not (key == "upcast_layernorm" and "Qwen3" in model):
+                yield Point(model, stage=stage, finetuning=finetuning, zero=zero, recipe=((key, True),))
+        if finetuning == "lora":
+            yield Point(model, finetuning=finetuning, zero=zero, recipe=(("ref_model", "another"),))
+    for bits in (4, 8):
+        quantized = (("ref_model", "another"), ("ref_model_quantization_bit", bits))
+        yield Point(model, finetuning=finetuning, recipe=quantized)
     if finetuning == "full":
         for layers, modules, extra in (
             (2, ("all",), ()), (-1, ("all",), ()), (2, ("mlp",), ("norm",)), (1, ("all",), ("embed_tokens",)),
@@ -120,6 +129,11 @@ def knobs(model: str, finetuning: str) -> Iterator[Point]:
                 ("z3", "unsloth"),
             ):
                 yield Point(model, finetuning="freeze", zero=zero, checkpointing=checkpointing, recipe=freeze)
+
+
+def fields_of(point: Point) -> dict[str, Any]:
+    """The point as JSON has it."""
+    return {field: getattr(point, field) for field in Point.__dataclass_fields__}
 
 
 def compare(point: Point) -> dict[str, Any]:
@@ -135,7 +149,7 @@ def compare(point: Point) -> dict[str, Any]:
         if peak.step == 2 and peak.phase in COMPARED:
             traced[peak.phase] = max(peak.size_bytes, traced.get(peak.phase, 0))
     return {
-        "point": {field: getattr(point, field) for field in Point.__dataclass_fields__},
+        "point": fields_of(point),
         "predicted_bytes": predicted,
         "traced_bytes": traced,
         "seconds": [round(middle - start, 3), round(time.perf_counter() - middle, 3)],
@@ -155,13 +169,20 @@ def errors(row: dict[str, Any]) -> tuple[float, str, float, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="every 12th point")
+    parser.add_argument("--resume", action="store_true", help="keep the points that the results file has already")
     parser.add_argument("--only", help="a Python expression over p (a Point), e.g. \"p.zero == 'z3'\"")
     options = parser.parse_args()
     points = list(grid())[:: 12 if options.quick else 1]
     if options.only:
         points = [point for point in points if eval(options.only, {"p": point})]
+    whole = not options.only and not options.quick
     rows = []
-    for number, point in enumerate(points, 1):
+    if options.resume and RESULTS.exists():
+        wanted = {_key(fields_of(point)) for point in points}
+        rows = [row for row in json.loads(RESULTS.read_text()) if _key(row["point"]) in wanted]
+    done = {_key(row["point"]) for row in rows}
+    todo = [point for point in points if _key(fields_of(point)) not in done]
+    for number, point in enumerate(todo, 1):
         try:
             row = compare(point)
         except Exception as problem:  # one point must not cost the others; it's reported
@@ -170,16 +191,27 @@ def main() -> None:
         rows.append(row)
         of_peak, worst, of_worst, same = errors(row)
         print(
-            f"{number}/{len(points)} {of_peak:+.2%} {worst} {of_worst:+.2%} {'' if same else 'OTHER PHASE'} {point}",
+            f"{number}/{len(todo)} {of_peak:+.2%} {worst} {of_worst:+.2%} {'' if same else 'OTHER PHASE'} {point}",
             flush=True,
         )
-    if not options.only and not options.quick:
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        if whole and number % 10 == 0:
+            RESULTS.write_text(_document(rows))
+    if whole:
+        RESULTS.write_text(_document(rows))
     found = [errors(row) for row in rows]
     peak = sum(abs(of_peak) <= 0.01 for of_peak, *_ in found)
     phases = sum(abs(of_worst) <= 0.02 for _, _, of_worst, _ in found)
     same = sum(same for *_, same in found)
     print(f"{len(rows)} points; peak within 1%: {peak}; every phase within 2%: {phases}; same winning phase: {same}")
+
+
+def _key(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, sort_keys=True)
+
+
+def _document(rows: list[dict[str, Any]]) -> str:
+    """A row a line, so that a changed point is a changed line."""
+    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
 
 if __name__ == "__main__":

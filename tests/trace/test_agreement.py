@@ -26,6 +26,15 @@ POINTS = {
     "kto, ZeRO-3, adapters": {"stage": "kto", "zero": "z3", "finetuning": "lora"},
     "rm, adapters, unsloth gc": {"stage": "rm", "finetuning": "lora", "checkpointing": "unsloth"},
     "rm, ZeRO-3": {"stage": "rm", "zero": "z3"},
+    "adapters, a quantized reference, fp32 norms and logits": {
+        "finetuning": "lora",
+        "recipe": (
+            ("ref_model", "another"),
+            ("ref_model_quantization_bit", 4),
+            ("upcast_layernorm", True),
+            ("upcast_lmhead_output", True),
+        ),
+    },
     "freeze: MLPs of the first layers and every norm": {
         "finetuning": "freeze",
         "recipe": (("freeze_layers", -2), ("freeze_modules", ("mlp",)), ("freeze_extra", ("norm",))),

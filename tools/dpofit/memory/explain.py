@@ -56,7 +56,7 @@ def _gpu_sum(job: Job, name: str, size_bytes: int, phase: str) -> str:
     parameters = f"{model.parameters:,} parameters"
     shard = f" / {n} ranks" if job.zero_stage == 3 else ""
     if name == "weights" and job.quantization is not None:
-        layer_bytes, bits = quantized_layer_bytes(job), job.quantization.bits
+        layer_bytes, bits = quantized_layer_bytes(model, job.quantization), job.quantization.bits
         return f"{model.layers} layers x {layer_bytes:,} B in {bits} bits, the rest in bf16, and adapters"
     if name == "weights":
         own = job.own_trained_parameters

@@ -27,7 +27,7 @@ class HeadSpec:
     tied: bool
     outputs_cast_to_fp32: bool  # accelerate's convert_outputs_to_fp32 around an autocast forward (no DeepSpeed)
     shifted_logits_copied: bool  # causal-LM loss before transformers 4.50: shift_logits.contiguous() in fp32
-    returned_wide: bool = False  # before transformers 4.46 the model returned fp32 logits, and the bf16 ones went
+    returned_wide: bool = False  # fp32 logits leave the model, the bf16 ones go: transformers < 4.46, or asked for
     own_loss: bool = False  # Qwen 1's modeling_qwen.py: shift_logits.contiguous() and cross-entropy in the logits' bf16
 
 

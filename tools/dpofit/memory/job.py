@@ -163,7 +163,15 @@ class Job:
     @property
     def quantization(self) -> Quantization | None:
         """How the frozen base is stored, if not in bf16."""
-        bits = self.recipe.quantization_bit
+        return self._quantization(self.recipe.quantization_bit)
+
+    @property
+    def reference_quantization(self) -> Quantization | None:
+        """How a second model is stored: ref_model_quantization_bit says, not quantization_bit (llamafactory 0.9.5
+        train/trainer_utils.py create_ref_model)."""
+        return self._quantization(self.recipe.ref_model_quantization_bit if self.recipe.ref_model else None)
+
+    def _quantization(self, bits: int | None) -> Quantization | None:
         if bits is None:
             return None
         return Quantization(self.recipe.quantization_method, bits, self.recipe.double_quantization and bits == 4)
@@ -273,7 +281,8 @@ class Job:
             autocast=self.autocast,
             lora=lora,
             linears_save_inputs=self.zero_stage == 3,
-            quantization=self.quantization if trained else None,
+            quantization=self.quantization if trained else self.reference_quantization,
+            wide_norms=self.recipe.upcast_layernorm and trained,
             shared=self.shared,
             tiled=self.on("tiled_mlp"),
         )

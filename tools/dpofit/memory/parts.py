@@ -133,7 +133,8 @@ def evaluation(job: Job) -> list[Part]:
 def _head_and_loss(
     job: Job, spec: LayerSpec, tape: Tape, hidden: Value, phase: str, casts: list[Part]
 ) -> tuple[list[Part], Value, Storage | None, list[Storage]]:
-    """Parts, the first up to the decoder's end; the loss or log-probs; what the caller still holds of the outputs; a tied head's waiting gradient.
+    """Parts, the first up to the decoder's end; the loss or log-probs; what the caller still holds of the outputs; a
+    tied head's waiting gradient.
 
     The model's forward ends, and with it autocast's cache of weights, before DPO's log-probs but after SFT's loss.
     """
@@ -447,6 +448,6 @@ def _head_spec(job: Job) -> HeadSpec:
         tied=job.model.tied_embeddings,
         outputs_cast_to_fp32=job.autocast,
         shifted_logits_copied=not job.stack.at_least("transformers", "4.50"),
-        returned_wide=not job.stack.at_least("transformers", "4.46"),
+        returned_wide=job.recipe.upcast_lmhead_output or not job.stack.at_least("transformers", "4.46"),
         own_loss=job.model.model_type == "qwen",
     )

@@ -20,7 +20,8 @@ LARGEST = 100_000  # batch or rank; more is a slip of the keyboard
 def check_scope(recipe: Recipe, model: ModelShape) -> None:
     """Raise BadInput naming every part of the recipe that is not modelled."""
     where = str(recipe.source)
-    problems = [Problem(where, key, f"{wrong} is not modelled yet", right) for key, wrong, right in _gaps(recipe)]
+    gaps = _gaps(recipe, model)
+    problems = [Problem(where, key, f"{wrong} is not modelled yet", right) for key, wrong, right in gaps]
     unknown = [t for t in recipe.lora_target if t != "all" and t not in {linear.name for linear in model.linears}]
     if recipe.finetuning == "lora" and unknown:
         names = ", ".join(dict.fromkeys(linear.name for linear in model.linears))
@@ -57,9 +58,10 @@ def _freeze_problems(recipe: Recipe, model: ModelShape) -> Iterator[tuple[str, s
         yield "freeze_trainable_layers", "0 layers and no extra module: nothing would be trained", "Give a number"
 
 
-def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
+def _gaps(recipe: Recipe, model: ModelShape) -> list[tuple[str, str, str]]:
     """(key, what stands there, what is modelled) of each gap."""
     zero = recipe.zero
+    sharded = zero is not None and zero.stage == 3
     modelled = {
         "stage": (recipe.stage not in STAGES, f"stage {recipe.stage}", f"Modelled: {', '.join(STAGES)}"),
         "finetuning_type": (
@@ -86,15 +88,23 @@ def _gaps(recipe: Recipe) -> list[tuple[str, str, str]]:
             recipe.eval_micro_batch > LARGEST, f"a batch of {recipe.eval_micro_batch:,}",
             f"Modelled: up to {LARGEST:,}"),
         "lora_rank": (recipe.lora_rank > LARGEST, f"rank {recipe.lora_rank:,}", f"Modelled: up to {LARGEST:,}"),
-        "use_dora": (recipe.use_dora, "DoRA", "Modelled: plain LoRA and rsLoRA"),
-        "pissa_init": (recipe.pissa_init, "PiSSA", "Modelled: plain LoRA and rsLoRA"),
+        "use_dora": (recipe.use_dora, "DoRA", "Modelled: LoRA, rsLoRA and PiSSA"),
         "additional_target": (bool(recipe.additional_target), "training whole modules beside LoRA", "Leave it out"),
-        "ref_model_adapters": (bool(recipe.ref_model_adapters), "a reference with adapters", "Leave it out"),
+        "ref_model_adapters": (  # elsewhere they are merged into the reference: model/adapter.py:195-215
+            bool(recipe.ref_model_adapters) and (sharded or recipe.ref_model_quantization_bit is not None),
+            "adapters beside a quantized or partitioned reference", "Merge them into ref_model"),
         "ref_model_quantization_bit": (
-            recipe.ref_model_quantization_bit is not None, "a quantized reference", "Leave it out"),
+            recipe.ref_model_quantization_bit is not None and (
+                sharded or recipe.ref_model_quantization_bit not in (4, 8) or recipe.quantization_method != "bnb"),
+            "a reference quantized so", "Modelled: 4 and 8 bits by bnb, not under ZeRO-3"),
         "use_unsloth": (recipe.use_unsloth, "unsloth's own model code", "use_unsloth_gc is modelled"),
-        "upcast_layernorm": (recipe.upcast_layernorm, "upcast_layernorm", "Leave it out"),
-        "upcast_lmhead_output": (recipe.upcast_lmhead_output, "upcast_lmhead_output", "Leave it out"),
+        "upcast_layernorm": (
+            recipe.upcast_layernorm and zero is None and (recipe.pure_bf16 or model.qk_norm),
+            "fp32 norms in bf16 layers" if recipe.pure_bf16 else f"fp32 norms on the heads of {model.name}",
+            "Leave it out"),
+        "upcast_lmhead_output": (
+            recipe.upcast_lmhead_output and recipe.stage == "rm", "upcast_lmhead_output of a reward model",
+            "Leave it out"),
         "neat_packing": (recipe.neat_packing, "neat_packing", "packing is modelled"),
         "bf16": (
             not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16) and (zero is not None or recipe.finetuning != "lora"),

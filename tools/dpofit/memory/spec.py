@@ -67,6 +67,7 @@ class LayerSpec:
     autocast: bool  # no DeepSpeed, not pure_bf16: fp32 trainable weights under torch.autocast
     lora: Lora | None = None
     linears_save_inputs: bool = False  # ZeRO-3: deepspeed runtime/zero/linear.py saves them, frozen weight or not
+    wide_norms: bool = False  # upcast_layernorm
     lora_active: bool = True  # False in the reference forward of a LoRA run
     quantization: Quantization | None = None  # of the frozen base
     shared: SharedRow | None = None  # shared_prompt: what the one row is made of
@@ -83,7 +84,7 @@ class LayerSpec:
 
     def wide(self, module: str) -> bool:
         """Is the module's weight fp32? Then its norm's output is too, and autocast copies its linear's to bf16."""
-        return self.autocast and module in self.trained
+        return self.autocast and (module in self.trained or (self.wide_norms and module.endswith("norm")))
 
     def in_band(self, band: Band) -> LayerSpec:
         """The same inside these layers."""

@@ -15,9 +15,10 @@ from dpofit.memory.job import Job
 from dpofit.memory.optimizers import offloaded_states, update_of
 from dpofit.memory.program import Space
 from dpofit.memory.quantized import stored_bytes
-from dpofit.memory.spec import BF16, FP32
+from dpofit.memory.spec import BF16, FP32, Quantization
 from dpofit.memory.tensors import Tensor, largest_tensor, parameter_tensors, trained_tensors
 from dpofit.memory.zero import ZeroSizes
+from dpofit.models.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,8 @@ class State:
     blocks: int = 1  # allocations it is made of: pinned ones are rounded each, GPU ones reuse what is free
 
 
-def quantized_layer_bytes(job: Job) -> int:
+def quantized_layer_bytes(model: ModelShape, kind: Quantization | None) -> int:
     """Bytes of one decoder layer's frozen weights on the GPU, in few bits when quantized."""
-    model, kind = job.model, job.quantization
     if kind is None:
         return model.layer_parameters * BF16
     weights = sum(linear.in_features * linear.out_features for linear in model.linears)
@@ -42,10 +42,14 @@ def quantized_layer_bytes(job: Job) -> int:
 
 
 def base_weight_bytes(job: Job) -> int:
-    """Bytes of the whole frozen or bf16 model."""
-    model = job.model
+    """Bytes of the whole frozen or bf16 policy."""
+    return frozen_bytes(job.model, job.quantization)
+
+
+def frozen_bytes(model: ModelShape, kind: Quantization | None) -> int:
+    """Bytes of a whole model in bf16, its layers' linears in few bits when quantized."""
     embeddings = model.embedding_parameters * (1 if model.tied_embeddings else 2) + model.hidden_size
-    return model.layers * quantized_layer_bytes(job) + embeddings * BF16
+    return model.layers * quantized_layer_bytes(model, kind) + embeddings * BF16
 
 
 def moments(job: Job, tensors: Iterable[Tensor], element_bytes: int) -> list[State]:
@@ -78,14 +82,14 @@ def weight_states(job: Job) -> list[State]:
     if zero is None:
         states = [State("weights", base_weight_bytes(job) + own * (job.trained_bytes - BF16), "weights")]
         if job.reference_copy:
-            states.append(State("reference", base_weight_bytes(job), "reference"))
+            states.append(State("reference", frozen_bytes(model, job.reference_quantization), "reference"))
         if adapters:
             states.append(State("adapters", adapters * job.trained_bytes, "weights"))
         return states
     if zero.stage < 3:
         states = [State("weights", base_weight_bytes(job) + adapters * BF16, "weights")]
         if job.reference_copy:
-            states.append(State("reference", base_weight_bytes(job), "reference"))
+            states.append(State("reference", frozen_bytes(model, job.reference_quantization), "reference"))
         return states
     shard = math.ceil(model.parameters / world) * BF16
     if zero.offload_param == "cpu":

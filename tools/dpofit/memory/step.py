@@ -92,6 +92,11 @@ def _load(job: Job) -> Items:
     elif job.recipe.zero is not None and job.own_trained_parameters:
         # LLaMA-Factory upcasts trainable weights to fp32 before DeepSpeed casts them to bf16
         items += comes_and_goes("load_fp32", job.own_trained_parameters * BF16, "load")
+    if job.recipe.pissa_init:
+        # peft 0.18.1 tuners/lora/layer.py pissa_init, weight by weight: in fp32 the weight, B @ A and their difference
+        # beside each other; the decomposition's own workspace is not known
+        largest = max(linear.in_features * linear.out_features for linear in job.model.linears)
+        items += comes_and_goes("pissa", largest * 3 * FP32, "load")
     return items
 
 

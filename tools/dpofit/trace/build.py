@@ -68,7 +68,7 @@ def cuda_semantics(request: TraceRequest) -> Iterator[list[str]]:
         properties = SimpleNamespace(multi_processor_count=request.multiprocessors, major=9, minor=0)
         patch(torch.cuda, "get_device_properties", lambda *_: properties)
         patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        if request.quantization_bit:
+        if request.quantization_bit or request.ref_quantization_bit:
             done.append("bitsandbytes: its layers' stored tensors and the temporaries of its kernels")
         if request.liger:
             stack.enter_context(stubs.importable_triton())  # Liger imports its kernels when they are first called
@@ -118,6 +118,8 @@ def arguments(request: TraceRequest) -> tuple[Any, Any]:
         disable_gradient_checkpointing=request.checkpointing == "none",
         use_reentrant_gc=request.checkpointing != "nonreentrant",
         use_unsloth_gc=request.checkpointing == "unsloth",
+        upcast_layernorm=request.upcast_layernorm,
+        upcast_lmhead_output=request.upcast_lmhead_output,
     )
     model_args.compute_dtype = torch.bfloat16
     finetuning_args = FinetuningArguments(
@@ -163,7 +165,7 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
     model.config._attn_implementation = implementation
     if request.transformers < (4, 46):
         older.fp32_logits(model)
-    packed = request.quantization_bit if trainable else None
+    packed = request.quantization_bit if trainable else request.ref_quantization_bit
     if packed:
         with torch.device("meta"):
             quantized.quantize(model, packed, request.double_quantization)

@@ -36,6 +36,10 @@ class TraceRequest:
     stage: str = "dpo"
     pref_loss: str = "sigmoid"
     finetuning: str = "full"
+    ref_model: bool = False  # named in the recipe: a second model even beside adapters
+    ref_quantization_bit: int | None = None
+    upcast_layernorm: bool = False
+    upcast_lmhead_output: bool = False
     freeze_layers: int = 2
     freeze_modules: tuple[str, ...] = ("all",)
     freeze_extra: tuple[str, ...] = ()

@@ -69,6 +69,7 @@ def trace_step(
                 recorder.step = step
                 run_step(request, trainer, optimizer, recorder)
                 stepped()
+            recorder.closed = True
     return TracedStep(request, recorder, (*done, *more))
 
 
@@ -97,7 +98,8 @@ def _scalar(tensor: torch.Tensor, request: TraceRequest) -> Any:
 
 def _reference(request: TraceRequest, fake: FakeTensorMode | None) -> torch.nn.Module | None:
     """LLaMA-Factory's create_ref_model: a second whole model unless LoRA (the adapter is switched off)."""
-    if not uses_reference(request) or request.finetuning == "lora" or "cached_reference" in request.long_context:
+    adapters_only = request.finetuning == "lora" and not request.ref_model
+    if not uses_reference(request) or adapters_only or "cached_reference" in request.long_context:
         return None
     precision: Precision = "deepspeed" if request.precision == "deepspeed" else "pure_bf16"
     return build_model(replace(request, finetuning="full", precision=precision), fake, trainable=False)
