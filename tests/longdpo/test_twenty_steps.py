@@ -68,3 +68,24 @@ def test_cached_reference_alone_and_with_the_others(tuning: str, pieces: tuple[s
     assert max(loss_error(theirs, mine), gradient_error(theirs, mine)) <= 1e-5
     assert reference_error(their_references, my_references) <= 1e-5
     assert my_references.models == 1, "a second model was built"
+
+
+def test_switching_the_pieces_off_puts_every_stock_function_back() -> None:
+    from importlib import import_module
+    from operator import attrgetter
+
+    from dpofit.train import hooks, longdpo
+
+    def standing(targets: list[str]) -> list[object]:
+        return [attrgetter(target.partition(":")[2])(import_module(target.partition(":")[0])) for target in targets]
+
+    longdpo.install(())
+    targets = [
+        hook.target for piece in PIECES for hook in import_module(f"dpofit.train.longdpo.{piece}").hooks()
+    ]  # fmt: skip
+    stock = standing(targets)
+    longdpo.install(PIECES)
+    assert all(one is not other for one, other in zip(standing(targets), stock, strict=True))
+    longdpo.install(())
+    assert standing(targets) == stock
+    assert hooks.installed(longdpo.OWNER) == ()
