@@ -66,6 +66,7 @@ class Recorder:
     category: str = ""  # given to every storage born while it's set
     module_path: Callable[[], str] = lambda: ""
     last_op: str = ""
+    closed: bool = False  # the steps are over; what dies when the model goes is no part of them
     _alive: dict[int, int] = field(default_factory=dict)  # address of a living storage -> its index
 
     def see(self, tensor: torch.Tensor, op: str, pinned: bool = False, size_bytes: int | None = None) -> None:
@@ -114,6 +115,8 @@ class Recorder:
         self._record_death(index)
 
     def _record_death(self, index: int) -> None:
+        if self.closed:
+            return
         storage = self.storages[index]
         storage.died, storage.died_phase, storage.used_by = self.ops, self.phase, self.last_op
         self.marks.append(Mark(self.phase, self.step, index, -storage.size_bytes, storage.space))
