@@ -30,6 +30,8 @@ TRACED_LAYERS = 4
 
 ZERO = {
     "none": None,
+    "z0": ZeroConfig("z0", 0),
+    "z1": ZeroConfig("z1", 1),
     "z2": ZeroConfig("z2", 2, overlap_comm=False),
     "z2_offload": ZeroConfig("z2_offload", 2, offload_optimizer="cpu", optimizer_pin_memory=True),
     "z3": ZeroConfig(

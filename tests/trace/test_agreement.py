@@ -18,6 +18,8 @@ POINTS = {
     "adapters on 8 bits": {"finetuning": "lora", "stage": "sft", "recipe": (("quantization_bit", 8),)},
     "adapters on 4 bits": {"finetuning": "lora", "pure_bf16": True, "recipe": (("quantization_bit", 4),)},
     "adapters, unsloth gc": {"finetuning": "lora", "checkpointing": "unsloth"},
+    "DeepSpeed without ZeRO": {"zero": "z0"},
+    "ZeRO-1": {"zero": "z1"},
     "ZeRO-2": {"zero": "z2"},
     "ZeRO-3, offloaded": {"zero": "z3_offload"},
     "ZeRO-3, Adafactor": {"zero": "z3", "optim": "adafactor"},

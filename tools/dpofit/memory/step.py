@@ -205,6 +205,9 @@ def _step(
     gradients_stay = job.zero_stage < 2
     one_bucket = sizes is not None and job.trained_parameters <= sizes.reduce_bucket
     backward = with_buckets(laid["backward"], buffers, one_bucket)
+    if job.recipe.gradient_accumulation > 1 and gradients_stay:  # only the last micro-batch's graph meets the step
+        backward += graph_ends
+        graph_ends = []
     if job.recipe.zero is not None and job.zero_stage == 0:
         backward += unbucketed_reduction(job)
     if job.zero_stage == 1 and job.recipe.gradient_accumulation == 1:

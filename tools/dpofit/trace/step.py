@@ -201,6 +201,7 @@ def run_step(request: TraceRequest, trainer: Any, optimizer: Any, recorder: Reco
         recorder.phase = "optimizer_step"
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
+    if optimizer is not None:  # Trainer's loop; the engine's own step leaves stage 0's gradients
         model.zero_grad()
 
 
