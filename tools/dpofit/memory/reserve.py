@@ -31,7 +31,8 @@ def reserved(
     load, init and first step; the others are steady steps. Empty: `program` whole, alone. `empties`: the cache is
     emptied between loss and backward of every step (torch_empty_cache_steps: 1, transformers trainer.py:1910).
     """
-    run = replay(_events(program, mix, empties), expandable=expandable, capacity_bytes=capacity_bytes)
+    events = _events(program, mix, whole=not expandable, empties=empties)
+    run = replay(events, expandable=expandable, capacity_bytes=capacity_bytes)
     phases: dict[str, int] = {}
     for phase in run.phases:
         if phase.phase is not None:
@@ -41,7 +42,9 @@ def reserved(
     return Reserved(run.peak_reserved_bytes, phases, run.retries / steps, run.out_of_memory is not None)
 
 
-def _events(program: Program, mix: Sequence[Program], empties: bool) -> Iterator[AllocatorEvent]:
+def _events(program: Program, mix: Sequence[Program], whole: bool, empties: bool) -> Iterator[AllocatorEvent]:
+    """`whole`: every layer of the steps that make most segments, the first one and that of the longest rows. Where
+    segments don't grow, a layer's output is cut from blocks that its neighbours' temporaries left."""
     opening, later = (mix[0], mix[1:]) if mix else (program, ())
     for phase in opening.phases:
         if mix and phase.name in ("eval", "save"):
@@ -49,7 +52,7 @@ def _events(program: Program, mix: Sequence[Program], empties: bool) -> Iterator
         if empties and phase.name == "backward":
             yield "", 0, EMPTY_CACHE
         yield phase.name, 0, ""
-        yield from requests(phase)
+        yield from requests(phase, whole=whole and phase.step <= 1)
     if not mix:
         return
     longest = Program(tuple(phase for phase in program.phases if phase.step == 2))
@@ -58,4 +61,4 @@ def _events(program: Program, mix: Sequence[Program], empties: bool) -> Iterator
             if empties and phase.name == "backward":
                 yield "", 0, EMPTY_CACHE
             yield phase.name, 0, ""
-            yield from requests(phase, f"{number}.")
+            yield from requests(phase, f"{number}.", whole=whole and step is longest)

@@ -1,5 +1,5 @@
-"""Turns a program's GPU events into the short list the allocator replay reads: middle layers give only what outlives
-them, since their temporaries reuse the blocks of the first layers."""
+"""Turns a program's GPU events into the list the allocator replay reads, whole or short: then middle layers give only
+what outlives them, since their temporaries reuse the blocks of the first layers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Request(NamedTuple):
     stream: str
 
 
-def requests(phase: Phase, namespace: str = "") -> Iterator[Request]:
-    """The phase's GPU requests, layers collapsed. `namespace` tells storages of different steps apart."""
+def requests(phase: Phase, namespace: str = "", whole: bool = False) -> Iterator[Request]:
+    """The phase's GPU requests, layers collapsed unless `whole`. `namespace` tells storages of different steps apart."""
     for item in phase.items:
         if isinstance(item, Event):
             if item.space == "gpu":
                 yield Request(namespace + item.tag, item.size_bytes, item.stream)
         else:
-            yield from _repeat(item, namespace)
+            yield from _repeat(item, namespace, whole)
 
 
-def _repeat(item: Repeat, namespace: str) -> Iterator[Request]:
+def _repeat(item: Repeat, namespace: str, whole: bool) -> Iterator[Request]:
     events = [event for event in item.events if event.space == "gpu"]
     indices = item.indices()
-    if item.times <= 2 * WHOLE + 1:
+    if whole or item.times <= 2 * WHOLE + 1:
         for index in indices:
             yield from _whole(events, index, namespace)
         return
