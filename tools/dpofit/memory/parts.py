@@ -358,7 +358,7 @@ def _leaving(job: Job, spec: LayerSpec) -> tuple[list[Part], list[Part]]:
     rest = -(layers * kept_bytes(residual)) % SLAB_BYTES
     input_of_top = Event(f"hidden_back#{top.first + top.count - 1}", residual, "checkpoints")
     slab_rest = Event("slab_rest", rest, "offload_checkpoints", "host_pinned")
-    return [Part("forward", (input_of_top,))], [Part("forward", (slab_rest,))] if rest else []
+    return [Part("forward", (input_of_top,))], [Part("forward", (slab_rest,) if rest else ())]
 
 
 def kept_bytes(residual_bytes: int) -> int:
