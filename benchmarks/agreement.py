@@ -114,6 +114,9 @@ def knobs(model: str, finetuning: str) -> Iterator[Point]:
         for stage, key in product(("dpo", "sft"), ("upcast_layernorm", "upcast_lmhead_output")):
             if not (key == "upcast_layernorm" and "Qwen3" in model):
                 yield Point(model, stage=stage, finetuning=finetuning, zero=zero, recipe=((key, True),))
+        if finetuning == "lora" and zero != "z3":
+            for names in (("embed_tokens",), ("embed_tokens", "lm_head"), ("norm",)):
+                yield Point(model, finetuning=finetuning, zero=zero, recipe=(("additional_target", names),))
         if finetuning == "lora":
             yield Point(model, finetuning=finetuning, zero=zero, recipe=(("ref_model", "another"),))
     for bits in (4, 8):

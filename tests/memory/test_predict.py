@@ -79,6 +79,7 @@ REFUSED = {
     "use_dora": {"use_dora": True, "finetuning": "lora"},
     "ref_model_adapters": {"ref_model": "x", "ref_model_adapters": "y", "zero": zero(3)},
     "ref_model_quantization_bit": {"ref_model": "x", "ref_model_quantization_bit": 4, "zero": zero(3)},
+    "additional_target": {"additional_target": ("lm_head",), "finetuning": "lora", "zero": zero(3)},
     "use_unsloth": {"use_unsloth": True, "finetuning": "lora"},
     "upcast_layernorm": {"upcast_layernorm": True, "pure_bf16": True, "bf16": False},
     "neat_packing": {"neat_packing": True, "stage": "sft"},

@@ -37,6 +37,10 @@ POINTS = {
             ("upcast_lmhead_output", True),
         ),
     },
+    "adapters, tables beside them": {
+        "finetuning": "lora",
+        "recipe": (("additional_target", ("embed_tokens", "lm_head")),),
+    },
     "freeze: MLPs of the first layers and every norm": {
         "finetuning": "freeze",
         "recipe": (("freeze_layers", -2), ("freeze_modules", ("mlp",)), ("freeze_extra", ("norm",))),

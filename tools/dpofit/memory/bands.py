@@ -100,6 +100,8 @@ def names_to_freeze_by(model: ModelShape) -> tuple[tuple[str, ...], tuple[str, .
 def trained_modules(selection: Selection, model: ModelShape) -> Trained:
     """Raises nothing: names that no module has are scope's to refuse."""
     inside, outside = inside_modules(model), outside_modules(model)
+    if selection.finetuning == "lora":  # copies of their own (modules_to_save), a tied head's too
+        outside = (*dict.fromkeys((*outside, "lm_head")),)
     if selection.finetuning == "full":
         return Trained(frozenset(outside), (frozenset(inside),) * model.layers)
     if selection.finetuning == "freeze":
@@ -127,7 +129,8 @@ def own_parameters(selection: Selection, model: ModelShape) -> int:
     trained, inside = trained_modules(selection, model), inside_modules(model)
     sizes = [linear.parameters for linear in model.linears] + [width for _, width in model.norms]
     elements = dict(zip(inside, sizes, strict=True))
-    outside = {name: model.embedding_parameters for name in outside_modules(model)} | {"norm": model.hidden_size}
+    outside = {"embed_tokens": model.embedding_parameters, "norm": model.hidden_size}
+    outside["lm_head"] = model.embedding_parameters
     return sum(elements[name] for modules in trained.layers for name in modules) + sum(
         outside[name] for name in trained.outside
     )

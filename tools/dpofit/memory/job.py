@@ -106,6 +106,17 @@ class Job:
         return bands(self.trained, self.adapters, self.recipe.gradient_checkpointing)
 
     @property
+    def tied_embeddings(self) -> bool:
+        """The head computes with the embedding's weight; whole modules beside adapters are copies, which untie them."""
+        apart = self.adapters and self.trained.outside & {"embed_tokens", "lm_head"}
+        return self.model.tied_embeddings and not apart
+
+    @property
+    def copied_parameters(self) -> int:
+        """The model's own parameters that are trained as copies beside the frozen ones (peft's modules_to_save)."""
+        return self.own_trained_parameters if self.adapters else 0
+
+    @property
     def score_head_bytes(self) -> int:
         """Bytes of an element of a reward model's score: made in fp32, which only DeepSpeed undoes."""
         return FP32 if self.recipe.zero is None else BF16

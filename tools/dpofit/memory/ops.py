@@ -97,11 +97,12 @@ class Ops:
         bnb = spec.quantization is not None and spec.quantization.method == "bnb"
         upcast = lora.adapter_bytes == FP32 and not (bnb and spec.autocast)
         width = FP32 if upcast and not spec.autocast else BF16  # bytes an element of what adapters compute
+        x_is_wide = x.storage.size_bytes == inputs * FP32
         wide: Storage | None = None
         saved_in = tape.hold(x.storage)
-        if upcast:
+        if upcast or x_is_wide:
             tape.drop(saved_in)
-            wide = tape.new(f"{name}.lora_wide", inputs * FP32, "activations")
+            wide = tape.hold(x.storage) if x_is_wide else tape.new(f"{name}.lora_wide", inputs * FP32, "activations")
             saved_in = tape.hold(wide) if width == FP32 else tape.new(f"{name}.lora_in", inputs * BF16, "activations")
         dropped: Storage | None = None
         if lora.dropout:
@@ -153,13 +154,14 @@ class Ops:
                 low = tape.new(f"{name}.grad_lora_in", inputs * width, "activation_grads")
                 if dropped is None:
                     tape.drop(saved_in)
-                if upcast:
+                if upcast or x_is_wide:
                     up = low if width == FP32 else tape.new(f"{name}.grad_lora_wide", inputs * FP32, "activation_grads")
                     if up is not low:
                         tape.drop(low)
-                    low = tape.new(f"{name}.grad_lora_down", inputs * BF16, "activation_grads")
+                    low = tape.hold(up) if x_is_wide else tape.new(
+                        f"{name}.grad_lora_down", inputs * BF16, "activation_grads")  # fmt: skip
                     tape.drop(up)
-                low.view = not upcast
+                low.view = not (upcast or x_is_wide)
                 tape.give(x, low)
             elif dropped is None:
                 tape.drop(saved_in)

@@ -445,7 +445,7 @@ def _residual_bytes(spec: LayerSpec) -> int:
 
 def _head_spec(job: Job) -> HeadSpec:
     return HeadSpec(
-        tied=job.model.tied_embeddings,
+        tied=job.tied_embeddings,
         outputs_cast_to_fp32=job.autocast,
         shifted_logits_copied=not job.stack.at_least("transformers", "4.50"),
         returned_wide=job.recipe.upcast_lmhead_output or not job.stack.at_least("transformers", "4.46"),

@@ -14,6 +14,7 @@ from dpofit.train.longdpo.families import FAMILIES
 
 STAGES = ("dpo", "kto", "rm", "sft")
 FINETUNING = ("full", "freeze", "lora")
+BESIDE_ADAPTERS = frozenset({"embed_tokens", "lm_head", "norm"})  # additional_target
 LARGEST = 100_000  # batch or rank; more is a slip of the keyboard
 
 
@@ -89,7 +90,11 @@ def _gaps(recipe: Recipe, model: ModelShape) -> list[tuple[str, str, str]]:
             f"Modelled: up to {LARGEST:,}"),
         "lora_rank": (recipe.lora_rank > LARGEST, f"rank {recipe.lora_rank:,}", f"Modelled: up to {LARGEST:,}"),
         "use_dora": (recipe.use_dora, "DoRA", "Modelled: LoRA, rsLoRA and PiSSA"),
-        "additional_target": (bool(recipe.additional_target), "training whole modules beside LoRA", "Leave it out"),
+        "additional_target": (
+            bool(set(recipe.additional_target) - BESIDE_ADAPTERS) or (
+                bool(recipe.additional_target) and zero is None and recipe.pure_bf16),
+            "bf16 modules beside fp32 adapters" if recipe.pure_bf16 else ", ".join(recipe.additional_target),
+            f"Modelled: {', '.join(sorted(BESIDE_ADAPTERS))}, with bf16: true"),
         "ref_model_adapters": (  # elsewhere they are merged into the reference: model/adapter.py:195-215
             bool(recipe.ref_model_adapters) and (sharded or recipe.ref_model_quantization_bit is not None),
             "adapters beside a quantized or partitioned reference", "Merge them into ref_model"),
@@ -118,6 +123,11 @@ def _gaps(recipe: Recipe, model: ModelShape) -> list[tuple[str, str, str]]:
             gaps.append(("deepspeed", wrong, "Leave data_types.grad_accum_dtype out, or use stage 2 or 3"))
         if "nvme" in (zero.offload_optimizer, zero.offload_param):
             gaps.append(("deepspeed", "offload to NVMe", "Modelled: offload to cpu"))
+        if zero.stage == 3 and recipe.additional_target:
+            # peft 0.18.1's wrapper answers for its module's attributes, and deepspeed 0.18.4's hooks then fail:
+            # 'Linear' object has no attribute 'ds_grads_remaining' (parameter_offload.py:448; seen in the tracer)
+            gaps.append(("additional_target", "whole modules beside LoRA under ZeRO-3, where DeepSpeed's hooks fail on "
+                         "peft's wrapper", "Use ZeRO-2"))  # fmt: skip
         if zero.stage == 3 and recipe.quantization_bit:
             gaps.append(("quantization_bit", "a quantized base under ZeRO-3", "Modelled: without DeepSpeed, ZeRO-1/2"))
     if recipe.optim == "adagrad" and zero is not None and zero.offload_optimizer == "cpu":

@@ -78,7 +78,8 @@ def flat_weights(job: Job, sizes: ZeroSizes) -> list[Tensor]:
 def weight_states(job: Job) -> list[State]:
     """Weights of policy and reference, at load."""
     world, model, zero = job.world_size, job.model, job.recipe.zero
-    adapters, own = job.adapter_parameters, job.own_trained_parameters
+    adapters = job.adapter_parameters + job.copied_parameters
+    own = job.own_trained_parameters - job.copied_parameters
     if zero is None:
         states = [State("weights", base_weight_bytes(job) + own * (job.trained_bytes - BF16), "weights")]
         if job.reference_copy:

@@ -190,7 +190,7 @@ def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int
         for name, counts in names.items():
             parameters[ids.module(name, layer)] = counts
     parameters[ids.module("norm", None)] = (model.hidden_size,)
-    if not model.tied_embeddings:
+    if not (job.tied_embeddings if adapters else model.tied_embeddings):
         parameters[ids.module("lm_head", None)] = (model.embedding_parameters,)
     return parameters
 
@@ -252,7 +252,7 @@ def _save(job: Job) -> Items:
     adapters since transformers 5, before it the frozen base too (accelerate's get_state_dict). ZeRO-1/2: the whole
     model, frozen base included, is cloned on every rank's host (get_state_dict, clone_tensors_for_torch_save); stage 0
     too."""
-    whole = base_weight_bytes(job) + job.adapter_parameters * BF16
+    whole = base_weight_bytes(job) + (job.adapter_parameters + job.copied_parameters) * BF16
     if job.recipe.zero is not None and job.zero_stage < 3:
         return comes_and_goes("save_copy", whole, "save", "host_pageable")
     if job.zero_stage == 3 and not job.zero.gather_16bit_weights_on_save:

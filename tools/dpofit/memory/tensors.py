@@ -57,7 +57,10 @@ def own_trained(job: Job) -> list[Tensor]:
     """The base model's parameters in the modules that are trained."""
     modules = job.trained
     found = []
-    for tensor in parameters_of(job):
+    own = parameters_of(job)
+    if job.model.tied_embeddings and "lm_head" in modules.outside:
+        own.insert(1, own[0]._replace(role="head", name="lm_head"))
+    for tensor in own:
         module = tensor.name.removesuffix(".bias")
         if module == "lm_head" and job.recipe.stage == "rm" and job.recipe.zero is None:
             continue  # a reward model's loss never reaches it; DeepSpeed keeps states for it all the same
@@ -82,12 +85,11 @@ def partition_gradients(job: Job) -> int:
     partition counts whole (deepspeed 0.18.4 stage_1_and_2.py:1462-1469). Biases and norms, a group of their own, are
     left out."""
     model, modules = job.model, job.trained
-    if job.adapters:
-        return math.ceil(job.trained_parameters / job.world_size) + largest_tensor(job)
     inside = inside_modules(model)
     tensors = [model.embedding_parameters] if "embed_tokens" in modules.outside else []
     for layer in modules.layers:
         tensors += [x.in_features * x.out_features for x, n in zip(model.linears, inside, strict=False) if n in layer]
+        tensors += [tensor.elements for tensor in trained_tensors(job) if tensor.role == "adapter"]
     if "lm_head" in modules.outside:
         tensors.append(model.embedding_parameters)
     share = math.ceil(sum(tensors) / job.world_size)

@@ -58,7 +58,7 @@ def kept_gathered(job: Job, sizes: ZeroSizes) -> list[Event]:
     elements = job.model.embedding_parameters
     if elements <= sizes.persistence_threshold:
         return []
-    head = ["embed_tokens" if job.model.tied_embeddings else "lm_head"] if forwarded_twice(job) else []
+    head = ["embed_tokens" if job.tied_embeddings else "lm_head"] if forwarded_twice(job) else []
     names = dict.fromkeys((["embed_tokens"] if job.embedding_needs_grad else []) + head)
     stream = "policy.gather" if job.zero.overlap_comm else "compute"
     return [Event(f"policy.gather.{name}", elements * BF16, "gathered", "gpu", stream) for name in names]

@@ -52,7 +52,7 @@ def build_recipe(
         lora_rank=s["lora_rank"],
         lora_target=s.names("lora_target"),
         lora_dropout=float(s.number("lora_dropout")),
-        additional_target=s.names("additional_target"),
+        additional_target=additional_target(s),
         use_dora=s.on("use_dora"),
         use_rslora=s.on("use_rslora"),
         pissa_init=s.on("pissa_init"),
@@ -80,6 +80,7 @@ def build_recipe(
         use_adam_mini=s.on("use_adam_mini"),
         use_muon=s.on("use_muon"),
         shift_attn=s.on("shift_attn"),
+        rope_scaling=s["rope_scaling"],
         expandable_segments=expandable_segments(environment),
         torch_empty_cache_steps=s["torch_empty_cache_steps"],
         long_context=long_context,
@@ -99,6 +100,14 @@ def _low_rank(s: Settings) -> LowRank | None:
                 s.on(f"{kind}_layerwise"),
             )  # fmt: skip
     return None
+
+
+def additional_target(s: Settings) -> tuple[str, ...]:
+    """Modules trained whole beside adapters; resize_vocab adds both tables if none are named (model/adapter.py:222)."""
+    names = s.names("additional_target")
+    if s["finetuning_type"] == "lora" and s.on("resize_vocab") and not names:
+        return ("embed_tokens", "lm_head")
+    return names
 
 
 def gradient_checkpointing(s: Settings) -> tuple[bool, bool, bool]:

@@ -11,7 +11,7 @@ TYPED = words(
     model_name_or_path stage finetuning_type deepspeed per_device_train_batch_size per_device_eval_batch_size
     gradient_accumulation_steps cutoff_len do_eval eval_strategy val_size eval_dataset packing neat_packing
     pref_loss pref_ftx ld_alpha ref_model ref_model_adapters ref_model_quantization_bit
-    freeze_trainable_layers freeze_trainable_modules freeze_extra_modules lora_rank lora_target
+    freeze_trainable_layers freeze_trainable_modules freeze_extra_modules lora_rank lora_target resize_vocab
     lora_dropout additional_target use_dora use_rslora pissa_init create_new_adapter adapter_name_or_path
     quantization_bit quantization_method quantization_type double_quantization bf16 fp16 pure_bf16
     upcast_layernorm upcast_lmhead_output disable_gradient_checkpointing use_reentrant_gc
@@ -19,7 +19,7 @@ TYPED = words(
     flash_attn optim torch_empty_cache_steps save_only_model save_total_limit save_strategy
     weight_decay use_galore galore_target galore_rank galore_proj_type galore_layerwise
     use_apollo apollo_target apollo_rank apollo_proj apollo_proj_type apollo_layerwise
-    use_badam badam_mode badam_update_ratio use_adam_mini use_muon shift_attn
+    use_badam badam_mode badam_update_ratio use_adam_mini use_muon shift_attn rope_scaling
     """
 )
 
@@ -56,7 +56,7 @@ HARMLESS: dict[str, str] = {
         greater_is_better save_on_each_node enable_jit_checkpoint eval_use_gather_object""",
     "communication set-up": """
         ddp_backend ddp_timeout ddp_broadcast_buffers ddp_find_unused_parameters""",
-    "numerics of the same tensors": "tf32 rope_scaling",
+    "numerics of the same tensors": "tf32",
     "inference, export and generation only": """
         infer_backend infer_dtype use_kv_cache use_cache export_device export_dir export_hub_model_id
         export_legacy_format export_quantization_bit export_quantization_dataset export_quantization_maxlen

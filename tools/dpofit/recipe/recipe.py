@@ -135,6 +135,7 @@ class Recipe:
     use_adam_mini: bool = False
     use_muon: bool = False
     shift_attn: bool = False
+    rope_scaling: str | None = None  # LLaMA-Factory raises the model's positions to cutoff_len (model_utils/rope.py)
     expandable_segments: bool | None = None  # None: what LLaMA-Factory's launcher does (True unless OPTIM_TORCH=0)
     torch_empty_cache_steps: int | None = None
 

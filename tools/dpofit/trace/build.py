@@ -133,6 +133,7 @@ def arguments(request: TraceRequest) -> tuple[Any, Any]:
         freeze_extra_modules=",".join(request.freeze_extra) or None,
         lora_rank=request.lora_rank,
         lora_target=",".join(request.lora_target),
+        additional_target=",".join(request.additional_target) or None,
         pure_bf16=request.precision == "pure_bf16",
     )
     return model_args, finetuning_args
