@@ -20,6 +20,7 @@ class Run:
     vocab: int = 259  # odd on purpose: partitions need padding
     hidden: int = 32
     layers: int = 2
+    kv_heads: int = 1
     lora: bool = False
     dora: bool = False
     steps: int = 2
@@ -34,6 +35,8 @@ class Run:
     buffer: bool = False
     optim: str = "adamw_torch"
     extra: dict[str, Any] = field(default_factory=dict)
+    zero_extra: dict[str, Any] = field(default_factory=dict)  # more keys of zero_optimization
+    deepspeed_extra: dict[str, Any] = field(default_factory=dict)  # and of the whole DeepSpeed JSON
 
 
 def deepspeed_config(run: Run) -> dict[str, Any]:
@@ -45,10 +48,12 @@ def deepspeed_config(run: Run) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
         if run.zero == 3:
             zero["offload_param"] = {"device": "cpu"}
+    zero |= run.zero_extra
     return {
         "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": 1,
         "bf16": {"enabled": run.bf16}, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch AdamW: the CPU Adam operator takes minutes to compile
+        **run.deepspeed_extra,
     }  # fmt: skip
 
 
@@ -81,7 +86,8 @@ def build_trainer(run: Run) -> Any:
     torch.manual_seed(7)
     config = Qwen2Config(
         vocab_size=run.vocab, hidden_size=run.hidden, intermediate_size=2 * run.hidden, num_hidden_layers=run.layers,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=run.tied,
+        num_attention_heads=2, num_key_value_heads=run.kv_heads, max_position_embeddings=64,
+        tie_word_embeddings=run.tied,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     if run.bf16:

@@ -105,3 +105,54 @@ def test_only_the_adapter_is_saved(tmp_path: Path, fields: dict[str, Any]) -> No
 @pytest.mark.parametrize("backend", ["routed", "gather", "native-safe"])
 def test_every_backend_writes_the_same_bytes(tmp_path: Path, backend: str) -> None:
     assert run_case(tmp_path, 3, env={"DPOFIT_GUARD": backend}, tied=backend == "gather") == backend
+
+
+def test_secondary_shards_inside_a_node_change_nothing(tmp_path: Path) -> None:
+    assert run_case(tmp_path, 2, zero_extra={"zero_hpz_partition_size": 2}) == "direct"
+
+
+def test_tensors_split_by_autotp_are_written_by_the_stock_code(tmp_path: Path) -> None:
+    split = {"tensor_parallel": {"autotp_size": 2}}
+    assert run_case(tmp_path, 2, zero=1, kv_heads=2, vocab=260, deepspeed_extra=split) == "native-safe"
+
+
+def why_not_direct(run: Run) -> list[str]:
+    """What the guard says of a real ZeRO-3 partition in the states that DeepSpeed can leave it in on a GPU node."""
+    import torch
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+    from dpofit.train.guard.sources import NotDirect, span
+    from tests.guard.runs import build_trainer
+
+    trainer = build_trainer(run)
+    trainer.train()
+    parameter: Any = max(trainer.model.parameters(), key=lambda each: each.ds_numel)
+    partition = parameter.ds_tensor
+    said = []
+
+    def ask() -> None:
+        try:
+            said.append(str(span(parameter, 0, 1)))
+        except NotDirect as reason:
+            said.append(str(reason))
+
+    ask()
+    partition.status = PartitionedParamStatus.NOT_AVAILABLE  # NVMe offload: swapped out
+    ask()
+    partition.status = PartitionedParamStatus.AVAILABLE
+    partition.ds_numel //= 2  # MiCS: a shard group smaller than the world
+    ask()
+    partition.ds_numel *= 2
+    partition.data = partition.data.to(torch.int8)  # zero_quantized_weights
+    ask()
+    return said
+
+
+def test_partitions_elsewhere_or_in_another_form_are_left_to_gather(tmp_path: Path) -> None:
+    (said,) = values(run_ranks(why_not_direct, 1, Run(str(tmp_path / "run"), steps=1, save_steps=100)))
+    assert said == [
+        f"(0, {259 * 32 * 2})",
+        "partitions are on NVMe",
+        "partitions don't span all ranks (MiCS, or a subset of the world)",
+        "partitions are quantized",
+    ]

@@ -21,6 +21,7 @@ from dpofit.train.guard.manifest import (
 )
 
 _PART = ".dpofit-part"
+_EXTENT_BYTES = 256 << 20  # of files that no rank has hashed: verify then checks one file on several cores
 
 
 def leave_part(folder: Path, rank: int, extents: dict[str, list[Extent]]) -> None:
@@ -98,7 +99,11 @@ def _entry(folder: Path, path: str, extents: list[Extent]) -> FileEntry:
     with read_once(folder / path) as fd:
         size = os.fstat(fd).st_size
         gaps = uncovered(extents, size)
-        rest = [hash_range(fd, offset, length) for offset, length in gaps]
+        rest = [
+            hash_range(fd, start, min(_EXTENT_BYTES, offset + length - start))
+            for offset, length in gaps
+            for start in range(offset, offset + length, _EXTENT_BYTES)
+        ]
         if rest or not extents:
             os.fsync(fd)
     return FileEntry(path, size, tuple(sorted([*extents, *rest], key=lambda extent: extent.offset)))
