@@ -115,6 +115,13 @@ def test_an_unknown_piece_in_the_environment_is_bad_input(write):
         ("shared_prompt", {"flash_attn": "disabled"}, "flash_attn is disabled (eager attention)"),
         ("shared_prompt", {"stage": "sft"}, "stage is sft; shared_prompt needs pairs"),
         ("answer_logps", {"stage": "rm"}, "stage is rm; answer_logps is for dpo, kto and sft"),
+        ("answer_logps", {"stage": "sft", "use_dft_loss": True}, "use_dft_loss is on; it reads the logits that"),
+        ("answer_logps", {"stage": "sft", "label_smoothing_factor": 0.1}, "label_smoothing_factor is on; it reads"),
+        (
+            "answer_logps",
+            {"finetuning_type": "lora", "lora_target": "q_proj,lm_head"},
+            "lora_target names lm_head; answer_logps needs a plain head",
+        ),
         ("cached_reference", {"pref_loss": "simpo"}, "stage is dpo with pref_loss simpo, which has no reference"),
         ("cached_reference", {"stage": "sft"}, "stage is sft with pref_loss sigmoid, which has no reference"),
         ("offload_checkpoints", {"use_unsloth_gc": True}, "use_unsloth_gc is on beside offload_checkpoints"),

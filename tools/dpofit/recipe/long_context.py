@@ -68,8 +68,8 @@ def long_context_issues(run: Run) -> Iterator[Issue]:
     if on and s.on("use_unsloth"):
         right = "Turn one off; unsloth replaces the model's code."
         yield _cannot(run, "use_unsloth", f"is on with {written(on)}", right)
-    if "answer_logps" in on and run.stage not in ("dpo", "kto", "sft"):
-        yield _cannot(run, "stage", f"is {run.stage}; answer_logps is for dpo, kto and sft", "Turn the piece off.")
+    if "answer_logps" in on:
+        yield from _answer_logps(run)
     if "shared_prompt" in on:
         yield from _shared_prompt(run)
     if "cached_reference" in on and not run.uses_reference:
@@ -81,6 +81,25 @@ def long_context_issues(run: Run) -> Iterator[Issue]:
         if s.on("disable_gradient_checkpointing"):
             wrong = "leaves offload_checkpoints nothing to move"
             yield _cannot(run, "disable_gradient_checkpointing", wrong, "Remove it, or turn the piece off.")
+
+
+# What else of SFT reads the logits that answer_logps does not make (llamafactory 0.9.5 train/sft/trainer.py 96-115).
+_READS_LOGITS = (
+    "use_dft_loss", "use_eaft_loss", "use_asft_loss", "label_smoothing_factor", "compute_accuracy",
+    "predict_with_generate",
+)  # fmt: skip
+
+
+def _answer_logps(run: Run) -> Iterator[Issue]:
+    s = run.settings
+    if run.stage not in ("dpo", "kto", "sft"):
+        yield _cannot(run, "stage", f"is {run.stage}; answer_logps is for dpo, kto and sft", "Turn the piece off.")
+    for key in _READS_LOGITS if run.stage == "sft" else ():
+        if s.on(key):
+            yield _cannot(run, key, "is on; it reads the logits that answer_logps does not make", "Turn one off.")
+    if run.method == "lora" and "lm_head" in s.names("lora_target"):
+        right = "Train the head by additional_target: lm_head, or turn the piece off."
+        yield _cannot(run, "lora_target", "names lm_head; answer_logps needs a plain head", right)
 
 
 def _shared_prompt(run: Run) -> Iterator[Issue]:

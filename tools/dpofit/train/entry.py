@@ -13,6 +13,7 @@ from typing import Any
 
 from dpofit.errors import BadInput
 from dpofit.recipe.load import ReadRecipe, read_recipe
+from dpofit.recipe.long_context import written
 from dpofit.train.failures import Failed, note_failures
 
 
@@ -99,6 +100,8 @@ def _train(arguments: Sequence[str]) -> None:
         prepare(Path(smoke))
     guard.install()
     longdpo.install(read.run.long_context)
+    if read.run.long_context and os.environ.get("RANK", "0") == "0":
+        print(f"dpofit: long-context pieces on: {written(read.run.long_context)}", flush=True)
     from dpofit.train import hooks
 
     hooks.install(phase_hooks(phases))
