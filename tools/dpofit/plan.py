@@ -141,9 +141,13 @@ def _lengths(flags: JobFlags, loaded: LoadedRecipe | None) -> tuple[Lengths, tup
         return longest, mix, _cutoff_note(longest, cutoff)
     if (flags.prompt, flags.response, flags.chosen, flags.rejected) == (None, None, None, None):
         text = (
-            f"No lengths given: every row is cutoff_len, {cutoff:,} tokens; other batches at half and three quarters."
+            f"No lengths given: every row is cutoff_len, {cutoff:,} tokens; other batches shorter."
         )
-        return Lengths(cutoff, 0, 0, padded), None, [Note("lengths-assumed", text)]
+        answers = 0
+        if loaded is not None and loaded.recipe.long_context:  # what a pair costs depends on how much of it is answer
+            answers = min(DEFAULT_RESPONSE, cutoff // 2)
+            text += f" Answers of {answers:,} tokens."
+        return Lengths(cutoff - answers, answers, answers, padded), None, [Note("lengths-assumed", text)]
     response = DEFAULT_RESPONSE if flags.response is None else flags.response
     chosen = response if flags.chosen is None else flags.chosen
     rejected = response if flags.rejected is None else flags.rejected

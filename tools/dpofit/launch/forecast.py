@@ -55,7 +55,7 @@ def forecast(
     text = (
         f"{prediction.verdict}: {format_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes)} a GPU, "
         f"{format_gib(host.peak_bytes)} of host memory a node; {cluster.nodes} x {cluster.gpus_per_node} "
-        f"{cluster.gpu.name}, rows of {planned.job.lengths.row_tokens:,} tokens"
+        f"{cluster.gpu.name}, rows of {planned.job.row_tokens:,} tokens"
     )
     if note := calibration_note(planned.job):
         text += f"; {note.id}: {note.text}"

@@ -128,7 +128,7 @@ def _saved_bytes(job: Job) -> int:
 
 
 def _unsloth_sum(job: Job) -> str:
-    block = job.rows * job.lengths.row_tokens * job.model.hidden_size * BF16
+    block = job.rows * job.row_tokens * job.model.hidden_size * BF16
     return (
         f"{job.cluster.gpus_per_node} ranks x {job.model.layers} layers x {format_gib(pinned_block_bytes(block))} "
         f"(one checkpoint of {format_gib(block)}, rounded to a power of two)"

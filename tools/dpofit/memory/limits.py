@@ -16,6 +16,7 @@ from dpofit.memory.step import Plan, build_program, plan_steps, steady_step
 
 Binding = Literal["gpu", "host", "disk", "none"]
 STEP_TOKENS = 8  # rows are padded to a multiple of it
+SEARCHED_TOKENS = 2**22  # with rope_scaling the model's positions follow cutoff_len; no card takes as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ def longest_prompt(job: Job) -> Limit:
     check_scope(job.recipe, job.model)
     plan = plan_steps(job)
     answer = max(job.lengths.chosen, job.lengths.rejected)
-    longest = max((job.model.max_positions - answer) // STEP_TOKENS, 0)  # an answer may leave no position
+    positions = SEARCHED_TOKENS if job.recipe.rope_scaling else job.model.max_positions
+    longest = max((positions - answer) // STEP_TOKENS, 0)  # an answer may leave no position
     allocated = allocated_by_steps(job, plan)
     fitting, binding, prediction = _longest_fitting(job, plan, allocated, longest)
     lucky = _longest_not_oom(job, allocated, fitting, longest) if binding == "gpu" else fitting

@@ -78,7 +78,7 @@ def _accumulation(bench: Workbench, base: Prediction, before: Screen) -> Iterato
     line = f"gradient_accumulation_steps={2 * base.job.recipe.gradient_accumulation}"
     tried = _tried(bench, Change("accumulation", "same", "accumulation", "", (line,)), before)
     if tried:
-        what = f"one micro-batch of {base.job.rows} rows x {base.job.lengths.row_tokens:,} tokens makes the peak"
+        what = f"one micro-batch of {base.job.rows} rows x {base.job.row_tokens:,} tokens makes the peak"
         yield NoHelp("accumulation", line, f"{tried[2]}: {what}, however many follow", tried[0], tried[1])
 
 

@@ -77,7 +77,7 @@ def print_advice(advice: Advice, no_help: Sequence[NoHelp], written: Written) ->
     base = advice.base
     job, cluster = base.job, base.job.cluster
     out.print(f"[bold]{job.recipe.name}[/] on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}: "
-              f"{job.rows} rows x {job.lengths.row_tokens:,} tokens")  # fmt: skip
+              f"{job.rows} rows x {job.row_tokens:,} tokens")  # fmt: skip
     out.print(f"as it is: [bold {STYLE[base.verdict]}]{base.verdict}[/]   {_sizes(base)}\n")
     if note := calibration_note(job):
         out.print(f"[dim]{note.id}[/]: {note.text}\n")

@@ -68,7 +68,7 @@ def print_comparison(rows: Sequence[ComparisonRow], pairs: int) -> None:
     out.print(table)
     job = rows[0].planned.job
     out.print(
-        f"{rows[0].planned.job.recipe.name}: {job.rows} rows x {job.lengths.row_tokens:,} tokens on "
+        f"{rows[0].planned.job.recipe.name}: {job.rows} rows x {job.row_tokens:,} tokens on "
         f"{job.cluster.nodes} x {job.cluster.gpus_per_node} {job.cluster.gpu.name}. "
         f"GPU-hours for {pairs:,} pairs; times are estimates from FLOPs, PCIe and collective bytes, to compare with."
     )

@@ -45,7 +45,7 @@ def plot_phases(prediction: Prediction, path: Path, force: bool) -> None:
     axes.plot(names, reserved, "k_", markersize=26, label="reserved + context")
     axes.axhline(gpu.capacity_bytes / GIB, color="black", linewidth=1, linestyle="--", label=job.cluster.gpu.name)
     axes.set_ylabel("GiB of one GPU")
-    tokens = f"{job.rows} rows x {job.lengths.row_tokens:,} tokens"
+    tokens = f"{job.rows} rows x {job.row_tokens:,} tokens"
     axes.set_title(f"{job.recipe.name}: {tokens}, {job.world_size} GPUs, {prediction.verdict}", fontsize=10)
     plt.setp(axes.get_xticklabels(), rotation=20, ha="right")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

@@ -74,7 +74,7 @@ def _document(prediction: Prediction, notes: Sequence[Note]) -> dict[str, Any]:
             "gpus_per_node": cluster.gpus_per_node,
             "world_size": job.world_size,
             "rows": job.rows,
-            "tokens_per_row": job.lengths.row_tokens,
+            "tokens_per_row": job.row_tokens,
             "trained_parameters": job.trained_parameters,
             "parameters": job.model.parameters,
         },

@@ -19,7 +19,7 @@ def print_prediction(
     out = console()
     job = prediction.job
     cluster = job.cluster
-    tokens = f"{job.rows} rows x {job.lengths.row_tokens:,} tokens"
+    tokens = f"{job.rows} rows x {job.row_tokens:,} tokens"
     out.print(f"[bold]{job.recipe.name}[/] on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}: {tokens}")
     style = STYLE[prediction.verdict]
     out.print(f"verdict: [bold {style}]{prediction.verdict}[/]   (peaks of {job.model.name}, interval in brackets)\n")
