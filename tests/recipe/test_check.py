@@ -37,6 +37,7 @@ SURPRISES = {
     "config.packing-dpo": {"packing": True},
     "config.pref-ftx": {"pref_ftx": 0.1},
     "config.lora-dropout-dpo": {**LORA, "lora_dropout": 0.05},
+    "config.pref-loss-ignored": {"pref_loss": "ipo"},
     "config.reference-ignored": {"pref_loss": "simpo", "ref_model": "x/y"},
     "config.many-checkpoints": {"save_total_limit": None},
     "config.quantization-not-applied": {**LORA, "quantization_bit": 4, "quantization_method": "gptq"},

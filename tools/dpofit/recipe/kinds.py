@@ -216,6 +216,10 @@ KINDS: dict[str, Kind] = {
     "config.pref-ftx": _info("`pref_ftx` adds an sft loss on the chosen answers; 0 is plain dpo."),
     "config.lora-dropout-dpo": _info("dpo turns every dropout of the model off, `lora_dropout` included."),
     "config.lora-keys-full": _info("The key shapes LoRA only and does nothing with this `finetuning_type`."),
+    "config.pref-loss-ignored": _warning(
+        "LLaMA-Factory 0.9.5 leaves hinge, ipo and kto_pair to trl's `dpo_loss` without naming them (train/dpo/trainer.py "
+        '206), and the pinned trl takes the loss as an argument (`loss_type: str = "sigmoid"`): each trains plain DPO.'
+    ),
     "config.reference-ignored": _warning("orpo and simpo use no reference model; `ref_model` is ignored."),
     "config.pref-keys-stage": _info("The key is read only by preference stages."),
     "config.many-checkpoints": _warning(
