@@ -74,6 +74,8 @@ def test_switching_the_pieces_off_puts_every_stock_function_back() -> None:
     from importlib import import_module
     from operator import attrgetter
 
+    import llamafactory.extras.packages  # noqa: F401  (first: it mends transformers' package lookup, which trl asks)
+
     from dpofit.train import hooks, longdpo
 
     def standing(targets: list[str]) -> list[object]:
