@@ -218,7 +218,8 @@ KINDS: dict[str, Kind] = {
     "config.lora-keys-full": _info("The key shapes LoRA only and does nothing with this `finetuning_type`."),
     "config.pref-loss-ignored": _warning(
         "LLaMA-Factory 0.9.5 leaves hinge, ipo and kto_pair to trl's `dpo_loss` without naming them "
-        '(train/dpo/trainer.py 206), and the pinned trl takes the loss as an argument (`loss_type: str = "sigmoid"`): each trains plain DPO.'
+        "(train/dpo/trainer.py 206), and the pinned trl takes the loss as an argument, sigmoid unless given: each "
+        "trains plain DPO."
     ),
     "config.reference-ignored": _warning("orpo and simpo use no reference model; `ref_model` is ignored."),
     "config.pref-keys-stage": _info("The key is read only by preference stages."),
