@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install what the tests need and run them: bash scripts/test.sh [--all] [pytest arguments]
-# --all runs the full matrices too (hours); its result is committed as benchmarks/results/tests-all.json.
+# --all runs the full matrices too (hours) and writes benchmarks/results/tests-all.json.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DPOFIT_TEST_VENV:-"$root/.venv-test"}
@@ -11,6 +11,9 @@ export PATH="$venv/bin:$PATH" OMP_NUM_THREADS=1
 if [ "${1:-}" = --all ]; then
   shift
   export DPOFIT_TEST_ALL=1
+  report=$(mktemp)
+  trap 'python benchmarks/tests_all.py "$report" >benchmarks/results/tests-all.json; rm -f "$report"' EXIT
+  set -- --junitxml="$report" "$@"
 fi
 ruff check .
 ruff format --check .
