@@ -51,7 +51,8 @@ def step_time(job: Job) -> StepTime:
     own = job.own_trained_parameters / job.model.parameters  # frozen weights need no gradient of their own
     backward = forward * (1.1 + 0.9 * own)
     recompute = (layers if recipe.gradient_checkpointing else 0) + (head if answers else 0)
-    flops = micro * (forward + backward + recompute + forward * reference_forwards(job))
+    forwards = job.passes * (1 + reference_forwards(job))  # KTO's second forwards too
+    flops = micro * (forward * forwards + backward + recompute)
     rate = (gpu.bf16_tflops or ASSUMED_TFLOPS) * 1e12 * EFFICIENCY
     wire = (NETWORK_GB_PER_S if job.cluster.nodes > 1 else NODE_GB_PER_S) * 1e9
     pcie = (gpu.pcie_gb_per_s or ASSUMED_PCIE_GB_PER_S) * 1e9

@@ -70,7 +70,7 @@ class Recipe:
     source: Path
     settings: Mapping[str, Any]
     model: str  # model_name_or_path
-    stage: str = "sft"  # dpo, sft; others are refused by memory/scope.py
+    stage: str = "sft"  # dpo, kto, rm, sft; others are refused by memory/scope.py
     finetuning: str = "lora"  # finetuning_type: full, freeze, lora (others refused)
     zero: ZeroConfig | None = None
     environment: Mapping[str, str] = field(default_factory=dict)  # from card / dpofit.yaml / process, allow-listed
