@@ -140,9 +140,7 @@ def _lengths(flags: JobFlags, loaded: LoadedRecipe | None) -> tuple[Lengths, tup
         longest, mix = longest_and_mix(read_lengths(flags.lengths), padded)
         return longest, mix, _cutoff_note(longest, cutoff)
     if (flags.prompt, flags.response, flags.chosen, flags.rejected) == (None, None, None, None):
-        text = (
-            f"No lengths given: every row is cutoff_len, {cutoff:,} tokens; other batches shorter."
-        )
+        text = f"No lengths given: every row is cutoff_len, {cutoff:,} tokens; other batches shorter."
         answers = 0
         if loaded is not None and loaded.recipe.long_context:  # what a pair costs depends on how much of it is answer
             answers = min(DEFAULT_RESPONSE, cutoff // 2)

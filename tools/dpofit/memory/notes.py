@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpofit.memory.job import Job
-from dpofit.memory.predict import DEFAULT_MIX, Prediction
+from dpofit.memory.predict import EXPANDABLE_MIX, SEGMENTS_MIX, Prediction
 from dpofit.recipe.notes import Note
 from dpofit.units import format_gib
 
@@ -33,7 +33,8 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
             "host-not-checked", f"Host RAM is not known: {format_gib(host.peak_bytes)} a node are needed (--host-ram)."
         )
     if not mix_given:
-        shares = " and ".join(f"{share:.0%}" for share in DEFAULT_MIX)
+        *most, last = [f"{share:.0%}" for share in (EXPANDABLE_MIX if gpu.expandable else SEGMENTS_MIX)]
+        shares = f"{', '.join(most)} and {last}"
         note("mix-assumed", f"Other batches assumed at {shares} of the longest row (--lengths FILE gives real ones).")
     if gpu.reserved.out_of_memory and prediction.gpu_verdict != "oom":
         note("fragmentation", "Replayed over mixed lengths the allocator runs out: fragmentation decides.")
