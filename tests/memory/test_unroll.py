@@ -37,3 +37,15 @@ def test_what_lives_on_after_its_layer_is_in_the_list_in_order() -> None:
     )
     phase = Phase("forward", 1, (Repeat(layer, 6, 0, False),))
     assert _replayed(phase) == {f"checkpoint#{index}": 8 for index in range(6)}
+
+
+def test_whole_every_layer_is_in_the_list_with_its_temporaries() -> None:
+    layer = (
+        Event("temporary", 2, "workspace"),
+        Event("checkpoint", 8, "checkpoints"),
+        Event("temporary", -2, "workspace"),
+    )
+    phase = Phase("forward", 1, (Repeat(layer, 6, 0, False),))
+    sizes = [request.size_bytes for request in requests(phase, whole=True)]
+    assert sizes == [2, 8, -2] * 6
+    assert len(list(requests(phase))) < len(sizes)
