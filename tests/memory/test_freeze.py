@@ -3,6 +3,7 @@
 import pytest
 
 from dpofit.errors import BadInput
+from dpofit.memory.disk import disk_use
 from dpofit.memory.scope import check_scope
 from tests.memory.jobs import job, peaks, tiny
 
@@ -48,6 +49,12 @@ def test_a_frozen_weight_has_no_gradient_no_moments_and_stays_bf16():
     assert planned["load"].breakdown["weights"] == 2 * freeze().model.parameters + 2 * 2 * LAYER
     assert planned["optimizer_step"].breakdown["optimizer"] == 8 * 2 * LAYER
     assert planned["optimizer_step"].breakdown["gradients"] == 4 * 2 * LAYER
+
+
+def test_a_checkpoint_has_frozen_weights_in_bf16_and_states_of_the_trained():
+    planned = freeze()
+    frozen = planned.model.parameters - 2 * LAYER
+    assert disk_use(planned).checkpoint_bytes == 2 * frozen + 4 * 2 * LAYER + 8 * 2 * LAYER
 
 
 def test_freezing_keeps_a_second_model_as_reference():

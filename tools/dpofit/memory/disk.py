@@ -32,7 +32,9 @@ def disk_use(job: Job) -> DiskUse:
     recipe, trained = job.recipe, job.trained_parameters
     if not recipe.saves:
         return DiskUse(0, 0, 0, trained * job.trained_bytes if job.adapters else job.model.parameters * BF16)
-    weights = trained * job.trained_bytes if job.adapters else job.model.parameters * job.trained_bytes
+    weights = trained * job.trained_bytes
+    if not job.adapters:  # frozen weights are written too, as they are
+        weights += (job.model.parameters - trained) * BF16
     if recipe.save_only_model:
         optimizer = 0
     elif recipe.zero is None:
