@@ -153,3 +153,10 @@ def test_offload_and_recompute_cost_time_and_a_reference_costs_a_forward():
     assert step_time(job(zero=zero(3), gradient_checkpointing=False)).compute_s < stock.compute_s
     orpo = step_time(job(zero=zero(3), pref_loss="orpo"))
     assert stock.compute_s / orpo.compute_s == pytest.approx(5 / 4)  # forward, recompute, backward x 2, reference
+
+
+def test_phi_3_is_refused_where_its_fused_projections_are_not_modelled():
+    planned = job("microsoft/phi-4", zero=zero(3), liger=True)
+    with pytest.raises(BadInput) as refused:
+        predict(planned)
+    assert {problem.key for problem in refused.value.problems} == {"deepspeed", "enable_liger_kernel"}

@@ -48,6 +48,9 @@ PUBLIC_TOTALS = {
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "microsoft/Phi-3-medium-4k-instruct": 13_960_238_080,
+    "microsoft/phi-4": 14_659_507_200,
     "01-ai/Yi-6B": 6_061_035_520,
     "01-ai/Yi-1.5-9B": 8_829_407_232,
     "01-ai/Yi-34B": 34_388_917_248,
@@ -121,7 +124,7 @@ def test_what_is_out_of_scope_is_refused_with_the_reason(reference: str, why: st
         find_model(reference)
     (problem,) = refusal.value.problems
     assert why in problem.wrong
-    assert "llama, mistral, qwen (1), qwen2" in problem.right
+    assert "llama, mistral, phi3, qwen (1), qwen2" in problem.right
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_ones() -> None:

@@ -26,6 +26,9 @@ class AttentionOps:
         out = []
         for name, x in (("q", q), ("k", k)):
             size = x.storage.size_bytes
+            concatenated = spec.model.model_type == "phi3"  # rotated and passed-through parts of each head, none passed
+            if concatenated:  # q and k are slices of a larger projection
+                size = spec.query if name == "q" else spec.key
             product = tape.new(f"rope.{name}.cos", size * factor, "workspace")
             negated = tape.new(f"rope.{name}.neg", size // 2, "workspace")
             rotated = tape.new(f"rope.{name}.rotated", size, "workspace")
@@ -34,6 +37,10 @@ class AttentionOps:
             tape.drop(rotated)
             y = Value(tape.new(f"rope.{name}.out", size * factor, "activations"), x.needs_grad)
             tape.drop(product, sine)
+            if concatenated:
+                whole = tape.new(f"rope.{name}.cat", size * factor, "activations")
+                tape.drop(y.storage)
+                y.storage = whole
             if factor == 2:  # autocast brings q and k back to bf16 for the attention kernel
                 narrow = tape.new(f"rope.{name}.bf16", size, "activations")
                 tape.drop(y.storage)

@@ -72,7 +72,7 @@ _QWEN1 = {
     "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "c_attn": "attn.c_attn", "c_proj": "attn.c_proj",
     "w1": "mlp.w1", "w2": "mlp.w2", "mlp.c_proj": "mlp.c_proj", "embed_tokens": "wte", "norm": "ln_f",
 }  # fmt: skip
-_ATTENTION = re.compile(r"[qkvo]_(proj|norm)")
+_ATTENTION = re.compile(r"(qkv|[qkvo])_(proj|norm)")
 _MLP = re.compile(r"(gate|up|down|gate_up)_proj")
 
 

@@ -21,6 +21,9 @@ def decoder_layer(spec: LayerSpec, tape: Tape, x: Value, mask: Storage | None) -
         c_attn, o_proj, up, gate, down = model.linears
         down = replace(down, name="mlp.c_proj")
         q, k, v = _split_fused(tape, ops.linear(normed, c_attn))
+    elif model.model_type == "phi3":
+        qkv_proj, o_proj, gate_up, down = model.linears
+        q, k, v = _slices(tape, ops.linear(normed, qkv_proj))
     else:
         q_proj, k_proj, v_proj, o_proj, gate, up, down = model.linears
         q = ops.linear(normed, q_proj)
@@ -41,7 +44,12 @@ def decoder_layer(spec: LayerSpec, tape: Tape, x: Value, mask: Storage | None) -
     tape.drop(output.storage)
     normed = ops.rms_norm(middle, "post_attention_layernorm", model.hidden_size, spec.tokens)
     tape.mark("pre", "mlp")
-    computed = tiled_mlp(spec, tape, normed, gate, up, down) if spec.tiled else ops.gated_mlp(normed, gate, up, down)
+    if model.model_type == "phi3":
+        computed = ops.fused_gated_mlp(normed, gate_up, down)
+    elif spec.tiled:
+        computed = tiled_mlp(spec, tape, normed, gate, up, down)
+    else:
+        computed = ops.gated_mlp(normed, gate, up, down)
     mlp = ops.boundary(computed, "mlp")
     tape.drop(normed.storage)
     result = ops.residual(middle, mlp, "residual.mlp")
@@ -52,6 +60,19 @@ def decoder_layer(spec: LayerSpec, tape: Tape, x: Value, mask: Storage | None) -
 def _rebind(tape: Tape, old: Value, new: Value) -> Value:
     tape.drop(old.storage)
     return new
+
+
+def _slices(tape: Tape, fused: Value) -> tuple[Value, Value, Value]:
+    """Phi-3's q, k, v, slices of one projection: each slice's backward is a whole tensor, zero elsewhere."""
+    parts = tuple(Value(tape.hold(fused.storage), fused.needs_grad) for _ in range(3))
+    tape.drop(fused.storage)
+
+    def backward(grad: Storage) -> None:
+        tape.give(fused, tape.new("qkv.grad_slice", fused.storage.size_bytes, "activation_grads"))
+
+    for part in parts:
+        tape.node(part, [], backward)
+    return parts[0], parts[1], parts[2]
 
 
 def _split_fused(tape: Tape, fused: Value) -> tuple[Value, Value, Value]:

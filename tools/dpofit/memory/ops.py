@@ -308,6 +308,32 @@ class Ops:
         tape.drop(product.storage)
         return y
 
+    def fused_gated_mlp(self, x: Value, gate_up: Linear, down: Linear) -> Value:
+        """modeling_phi3.py Phi3MLP: gate and up are halves of one projection; backward concatenates their gradients."""
+        spec, tape = self.spec, self.tape
+        both = self.linear(x, gate_up)
+        inner = spec.tokens * down.in_features * BF16
+        activated = tape.new("mlp.silu", inner, "activations")
+        product = Value(tape.new("mlp.product", inner, "activations"), both.needs_grad)
+
+        def backward(grad: Storage) -> None:
+            up_grad = tape.new("mlp.grad_up", inner, "activation_grads")
+            silu_grad = tape.new("mlp.grad_silu", inner, "activation_grads")
+            tape.drop(activated)
+            gate_grad = tape.new("mlp.grad_gate", inner, "activation_grads")
+            tape.drop(silu_grad)
+            whole = tape.new("mlp.grad_gate_up", 2 * inner, "activation_grads")
+            tape.drop(gate_grad, up_grad)
+            tape.give(both, whole)
+
+        tape.node(product, [both.storage], backward)
+        if not (tape.grad and product.needs_grad):
+            tape.drop(activated)  # else where its own node lets go of it
+        tape.drop(both.storage)
+        y = self.linear(product, down)
+        tape.drop(product.storage)
+        return y
+
     def boundary(self, y: Value, module: str) -> Value:
         """The output of a container module: nothing is allocated, but ZeRO-3's hooks fire there."""
         tape = self.tape

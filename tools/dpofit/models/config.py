@@ -10,22 +10,23 @@ from typing import Any
 from dpofit.errors import BadInput, Problem
 from dpofit.models.shape import Linear, ModelShape
 
-SUPPORTED = "dense decoders of model_type llama, mistral, qwen (1), qwen2 (also Qwen1.5 and Qwen2.5) or qwen3"
+SUPPORTED = "dense decoders of model_type llama, mistral, phi3, qwen (1), qwen2 (also Qwen1.5 and Qwen2.5) or qwen3"
 # Above these a number is a slip of the keyboard, or not a config of a model at all.
 _LARGEST, _MOST_LAYERS = 1_000_000_000, 1_000
 _REMEDY = "Give the config.json the model was published with"
-_TYPES = ("llama", "mistral", "qwen", "qwen2", "qwen3")
+_TYPES = ("llama", "mistral", "phi3", "qwen", "qwen2", "qwen3")
 
 # What a config leaves out takes the default of its class: transformers 5.5.4
 # models/<type>/configuration_<type>.py. None for KV heads means one per query head.
 _KV_HEADS_DEFAULT: dict[str, int | None] = {
     "llama": None,
     "mistral": 8,
+    "phi3": None,
     "qwen": None,
     "qwen2": 32,
     "qwen3": 32,
 }
-_POSITIONS_DEFAULT = {"llama": 2048, "mistral": 131072, "qwen": 8192, "qwen2": 32768, "qwen3": 32768}
+_POSITIONS_DEFAULT = {"llama": 2048, "mistral": 131072, "phi3": 4096, "qwen": 8192, "qwen2": 32768, "qwen3": 32768}
 
 # Keys that turn one of the types above into something this model of memory does not describe.
 _REFUSED_KEYS = {
@@ -77,12 +78,18 @@ def shape_from_config(config: Mapping[str, Any], *, name: str, source: str, wher
         problems.append(
             Problem(where, "num_key_value_heads", f"{kv_heads} does not divide {heads} attention heads", "")
         )
+    if model_type == "phi3" and reader.partial_rotary():
+        problems.append(
+            Problem(where, "partial_rotary_factor", "rotary positions on a part of each head are not modelled", "")
+        )
     if problems:
         raise BadInput(problems)
 
     if model_type == "qwen":
         intermediate //= 2  # Qwen 1 modeling_qwen.py, class MLP: ff_dim_in = config.intermediate_size // 2
         linears = _qwen1_linears(config, hidden, heads * head_dim, intermediate)
+    elif model_type == "phi3":
+        linears = _phi3_linears(hidden, heads * head_dim, kv_heads * head_dim, intermediate)
     else:
         linears = _llama_linears(config, hidden, heads * head_dim, kv_heads * head_dim, intermediate)
     return ModelShape(
@@ -130,6 +137,12 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any], where: str, problems: list[Problem]) -> None:
         self._config, self._where, self._problems = config, where, problems
 
+    def partial_rotary(self) -> bool:
+        """Does only a part of each head get rotary positions (Phi-4-mini)?"""
+        rope = self._config.get("rope_parameters") or {}
+        factor = self._config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+        return factor not in (None, 1.0)
+
     def positive(self, key: str, default: int | None = None) -> int:
         value = self._config.get(key)
         if value is None:
@@ -161,6 +174,16 @@ def _llama_linears(
         Linear("gate_proj", hidden, intermediate, mlp_bias),
         Linear("up_proj", hidden, intermediate, mlp_bias),
         Linear("down_proj", intermediate, hidden, mlp_bias),
+    )
+
+
+def _phi3_linears(hidden: int, q_width: int, kv_width: int, intermediate: int) -> tuple[Linear, ...]:
+    # transformers 5.5.4 modeling_phi3.py: one projection for q, k, v, one for gate and up; no biases
+    return (
+        Linear("qkv_proj", hidden, q_width + 2 * kv_width, False),
+        Linear("o_proj", q_width, hidden, False),
+        Linear("gate_up_proj", hidden, 2 * intermediate, False),
+        Linear("down_proj", intermediate, hidden, False),
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dpofit.trace.storages import Recorder, Storage
 
 STEPS = 2  # the first, which has no prefetch, and the steady one
-_CONFIG_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+_CONFIG_TYPES = ("qwen2", "qwen3", "llama", "mistral", "phi3")
 
 
 def trace_job(job: Job) -> Program:
