@@ -110,6 +110,7 @@ def _same(row: int, steps: int = 3) -> tuple[int, ...]:
 
 
 _LIGER, _UNSLOTH = {"enable_liger_kernel": True}, {"use_unsloth_gc": True}
+_LONG, _ANSWERS = {"DPOFIT_LONG_CONTEXT": "all"}, {"DPOFIT_LONG_CONTEXT": "answer_logps"}
 _MIXED = (4608, 6912, 3072, 9216, 2048, 8192, 9216)
 Z3, Z3_OFFLOAD, Z2 = "z3.json", "z3_offload.json", "z2.json"
 
@@ -126,6 +127,8 @@ JOBS: tuple[GpuJob, ...] = (
     GpuJob("72b2-full-z3-offload-t9216", LARGE, 2, _same(9216), _full(), Z3_OFFLOAD, timeout_s=240),
     GpuJob("72b2-lora-z3-liger-unsloth-gc-t16384", LARGE, 2, _same(16384), _lora(**_LIGER, **_UNSLOTH), Z3,
            needs=("liger_kernel",)),
+    GpuJob("72b2-lora-z3-long-t9216", LARGE, 2, _same(9216), _lora(), Z3, environment=_LONG),
+    GpuJob("72b2-lora-z3-answer-logps-t9216", LARGE, 2, _same(9216), _lora(), Z3, environment=_ANSWERS),
     GpuJob("0.5b-full-t2048", WHOLE_HALF_B, None, _same(2048), _full()),
     GpuJob("0.5b2-lora-mixed-snapshot", WHOLE_HALF_B, 2, (512, 768, 384, 1024), _lora(), snapshot=True),
     GpuJob("0.5b2-lora-mixed-no-expandable-snapshot", WHOLE_HALF_B, 2, (512, 768, 384, 1024), _lora(),
