@@ -86,17 +86,20 @@ def partition_gradients(job: Job) -> int:
     left out."""
     model, modules = job.model, job.trained
     inside = inside_modules(model)
+    adapters = [tensor.elements for tensor in trained_tensors(job) if tensor.role == "adapter"]
     tensors = [model.embedding_parameters] if "embed_tokens" in modules.outside else []
     for layer in modules.layers:
         tensors += [x.in_features * x.out_features for x, n in zip(model.linears, inside, strict=False) if n in layer]
-        tensors += [tensor.elements for tensor in trained_tensors(job) if tensor.role == "adapter"]
+        tensors += adapters
+    head = len(tensors)
     if "lm_head" in modules.outside:
         tensors.append(model.embedding_parameters)
     share = math.ceil(sum(tensors) / job.world_size)
     touched = [0] * job.world_size
     start = 0
-    for elements in tensors:
+    for number, elements in enumerate(tensors):
+        has_gradient = number != head or job.recipe.stage != "rm"  # a reward model's loss never reaches the head
         for rank in range(start // share, min((start + elements - 1) // share, job.world_size - 1) + 1):
-            touched[rank] += elements
+            touched[rank] += elements * has_gradient
         start += elements
     return max(touched)
