@@ -21,7 +21,7 @@ CASES = {
             }
         },
     },
-    "adapters under autocast, AdamW tensor by tensor at once": {"finetuning": "lora", "precision": "autocast", "optimizer": "adamw_torch"},
+    "adapters under autocast, foreach": {"finetuning": "lora", "precision": "autocast", "optimizer": "adamw_torch"},
     "sft, eager attention, no checkpointing": {"stage": "sft", "attention": "eager", "checkpointing": "none"},
 }
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from dpofit.errors import BadInput, Problem
 from dpofit.memory.job import Job
+from dpofit.memory.meter import phase_peaks
 from dpofit.memory.predict import Traced
+from dpofit.memory.program import Program
+from dpofit.trace.job import STEPS, trace_with_notes
 
 COMPARED = ("forward", "reference_forward", "loss", "backward", "accumulate", "optimizer_step")
 
@@ -19,23 +24,30 @@ def trace_and_draw(job: Job, timeline: Path | None, force: bool) -> Traced:
         raise BadInput(Problem(str(timeline), "--timeline", "exists already", right))
     if timeline is not None and not os.path.isdir(timeline.parent):  # before a minute of tracing
         raise BadInput(Problem(str(timeline), "--timeline", f"{timeline.parent} is no folder", "Make it first"))
-    try:
-        from dpofit.trace.job import substitutions_of, trace_job, trace_peaks
+    with redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, which is the answer's
+        program, substitutions = _traced(job)
+    if timeline is not None:
+        from dpofit.trace.timeline import draw_timeline
 
-        substitutions = substitutions_of(job)
+        try:
+            draw_timeline(program, timeline, job.recipe.name)
+        except OSError as error:
+            wrong = f"cannot be written ({error.strerror})"
+            raise BadInput(Problem(str(timeline), "--timeline", wrong, "Name another file")) from None
+    steady = [peak for peak in phase_peaks(program, frozenset({"gpu"})) if peak.step == STEPS]
+    peaks: dict[str, int] = {}
+    for peak in steady:
+        peaks[peak.phase] = max(peak.size_bytes, peaks.get(peak.phase, 0))
+    return Traced({name: peaks[name] for name in COMPARED if name in peaks}, substitutions)
+
+
+def _traced(job: Job) -> tuple[Program, tuple[str, ...]]:
+    try:
+        from dpofit.trace.build import import_training_stack
+
+        import_training_stack()
     except ImportError as missing:
         right = "It runs LLaMA-Factory's own code: bash scripts/install.sh"
         wrong = f"the training stack is not installed ({missing.name} is missing)"
         raise BadInput(Problem("command line", "--trace", wrong, right)) from None
-    if timeline is not None:
-        from dpofit.trace.timeline import draw_timeline
-
-        traced = trace_job(job)
-        try:
-            draw_timeline(traced, timeline, job.recipe.name)
-        except OSError as error:
-            wrong = f"cannot be written ({error.strerror})"
-            raise BadInput(Problem(str(timeline), "--timeline", wrong, "Name another file")) from None
-    peaks = trace_peaks(job)
-    last = max(step for _, step in peaks)
-    return Traced({name: peaks[name, last] for name in COMPARED if (name, last) in peaks}, substitutions)
+    return trace_with_notes(job)

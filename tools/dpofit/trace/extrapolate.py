@@ -1,62 +1,274 @@
-"""Peaks of a deep model from two shallow traces: every kind of moment grows by the same bytes with each layer.
+"""A deep model's trace from two shallow ones: what the longer does more is one layer's period, and is done again.
 
-A moment is told by its phase, step, operation, module (without the layer's number) and shape; the highest of each kind
-is linear in the number of layers, and a phase's peak is the highest of its kinds at the depth asked for.
+The proof is in the traces themselves: in every phase the events of `n + 1` layers must be those of `n` with blocks put
+in, each block equal, event by event and byte by byte, to what stands right before it. So both runs were in a steady
+state there, whatever ZeRO's coordinator keeps, and the next layer does the same again. Sizes that stand for totals
+(flat partitions, their optimizer states) grow by the same bytes with each layer. Where that isn't so, there is no
+extrapolation, and the whole depth is traced.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
 
 from dpofit.trace.request import TraceRequest
 from dpofit.trace.step import TracedStep, trace_step
+from dpofit.trace.storages import Mark, Recorder, Storage
 
-SHALLOW = (4, 5)  # the first and last layers differ from those between; two between are enough to see a step
-_LAYER = re.compile(r"\blayers\.\d+\b")
-Kind = tuple[str, int, str, str, tuple[int, ...]]
+_LAYER = re.compile(r"(?<=\blayers\.)\d+\b")
+_RESYNC = 4  # events that must agree after a block that was put in
 Peaks = Mapping[tuple[str, int], int]
 
 
-def is_linear(request: TraceRequest) -> bool:
-    """ZeRO-3 isn't: what its coordinator keeps depends on how many parameters come between two uses."""
-    return request.deepspeed.get("zero_optimization", {}).get("stage", 0) < 3
+def trace_deep(request: TraceRequest) -> TracedStep:
+    """`request` traced from `shallow_layers` and one more where the proof holds, else at its whole depth.
+
+    The result says which in `substitutions`, and is to the byte the trace of the whole depth (tests/trace). One thing
+    is not: with several ZeRO-3 sub_groups the optimizer's step shows one of the largest's size for all; its peak
+    lacks their bookkeeping of a few bytes each.
+    """
+    few = shallow_layers(request)
+    if few is None or 2 * few + 1 >= request.layers:
+        return trace_step(request)
+    low, groups = _trace_shallow(request, few)
+    high, more_groups = _trace_shallow(request, few + 1)
+    further = request.layers - few - 1
+    recorder = deepened(low.recorder, high.recorder, further)
+    if recorder is None:
+        whole = trace_step(request)
+        return replace(whole, substitutions=(*whole.substitutions, f"no period was found at {few} layers: all traced"))
+    done = f"layers {few + 1} to {request.layers}: the period proven on {few} and {few + 1} layers, repeated"
+    _split_sub_groups(recorder, request, groups, more_groups, further)
+    return TracedStep(request, recorder, (*high.substitutions, done))
 
 
-def traced_peaks(request: TraceRequest, space: str = "gpu") -> Peaks:
-    """Allocated bytes at the peak of each (phase, step), to the byte those of the full-depth trace."""
-    if request.layers <= SHALLOW[1] or not is_linear(request):
-        return peaks_of(trace_step(request), space)
-    low, high = (_highest_of_kinds(trace_step(replace(request, layers=layers)), space) for layers in SHALLOW)
+def shallow_layers(request: TraceRequest) -> int | None:
+    """Layers enough for a steady state between the ends; None where depth changes more than a period.
+
+    ZeRO-1 and 2 give a rank the first part of all parameters: which layers touch it is no matter of the period.
+    ZeRO-3 counts elements until it lets go of a parameter. Freeze tuning trains the ends.
+    """
+    zero = request.deepspeed.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage in (1, 2):
+        return None
+    few = 3 + (abs(request.freeze_layers) if request.finetuning == "freeze" else 0)
+    if stage < 3:
+        return few
+    attention = 2 * request.hidden_size * request.head_dim * (request.heads + request.kv_heads)
+    layer = attention + 3 * request.hidden_size * request.intermediate_size
+    names = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+    return few + -(-max(int(zero.get(name, 1e9)) for name in names) // layer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A mark without what grows with depth (`kind`), and that (`size_bytes`, `layer`)."""
+
+    kind: tuple[Any, ...]
+    size_bytes: int
+    layer: int | None
+    storage: Storage
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    phase: str
+    step: int
+    events: tuple[_Event, ...]
+
+
+_Groups = tuple[tuple[int, ...], ...]  # elements of this rank's part of each parameter of each parameter group
+
+
+def _trace_shallow(request: TraceRequest, layers: int) -> tuple[TracedStep, _Groups]:
+    """Trace with one ZeRO-3 sub_group a parameter group; also the groups themselves."""
+    deepspeed = request.deepspeed
+    if deepspeed:
+        deepspeed = deepspeed | {"zero_optimization": deepspeed["zero_optimization"] | {"sub_group_size": 10**18}}
+    groups: list[tuple[int, ...]] = []
+
+    def observe(trainer: Any) -> None:
+        for group in getattr(getattr(trainer.model, "optimizer", None), "fp16_groups", ()):
+            if hasattr(group[0], "partition_numel"):
+                groups.append(tuple(param.partition_numel() for param in group))
+
+    return trace_step(replace(request, layers=layers, deepspeed=deepspeed), observe), tuple(groups)
+
+
+def _split_sub_groups(recorder: Recorder, request: TraceRequest, low: _Groups, high: _Groups, further: int) -> None:
+    """Give what the optimizer's step makes for a sub_group the size of the largest, where a group has several."""
+    limit = int(request.deepspeed.get("zero_optimization", {}).get("sub_group_size", 1e9))
+    for short, long in zip(low, high, strict=True):
+        whole = sum(long) + (sum(long) - sum(short)) * further
+        largest = max(_packed(_inserted(short, long, further), limit))
+        if largest == whole:
+            continue
+        for storage in recorder.storages:
+            made_in_step = storage.phase in ("init", "optimizer_step") and storage.died is not None
+            if made_in_step and storage.shape == (whole,):
+                storage.size_bytes = storage.size_bytes // whole * largest
+                storage.shape = (largest,)
+        recorder.marks[:] = [
+            replace(mark, size_bytes=_signed(recorder.storages[mark.index].size_bytes, mark)) for mark in recorder.marks
+        ]
+
+
+def _signed(size_bytes: int, mark: Mark) -> int:
+    return size_bytes if mark.size_bytes > 0 else -size_bytes
+
+
+def _inserted(low: Sequence[int], high: Sequence[int], further: int) -> list[int]:
+    """`high` with what it has more than `low`, a layer's parameters, `further` times more."""
+    same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    layer = list(high[same : same + len(high) - len(low)])
+    return [*high[:same], *layer * (1 + further), *high[same + len(layer) :]]
+
+
+def _packed(parts: Sequence[int], limit: int) -> list[int]:
+    """Elements of each sub_group: deepspeed 0.18.4 stage3.py:1027 _create_fp16_sub_groups."""
+    sizes = [0]
+    for part in parts:
+        if sizes[-1] >= limit:
+            sizes.append(0)
+        sizes[-1] += part
+    return sizes
+
+
+def traced_peaks(traced: TracedStep, space: str = "gpu") -> Peaks:
+    """Allocated bytes at the peak of each (phase, step)."""
     peaks: dict[tuple[str, int], int] = {}
-    for kind, value in high.items():
-        step = (value - low.get(kind, value)) // (SHALLOW[1] - SHALLOW[0])
-        deep = value + step * (request.layers - SHALLOW[1])
-        key = kind[:2]
-        peaks[key] = max(peaks.get(key, 0), deep)
-    return peaks
-
-
-def peaks_of(traced: TracedStep, space: str = "gpu") -> Peaks:
-    """The same of one trace as it is."""
-    peaks: dict[tuple[str, int], int] = {}
-    for kind, value in _highest_of_kinds(traced, space).items():
-        peaks[kind[:2]] = max(peaks.get(kind[:2], 0), value)
-    return peaks
-
-
-def _highest_of_kinds(traced: TracedStep, space: str) -> dict[Kind, int]:
-    highest: dict[Kind, int] = {}
     live = 0
     for mark in traced.recorder.marks:
-        if mark.space != space:
-            continue
-        live += mark.size_bytes
-        if mark.size_bytes < 0:
-            continue
-        storage = traced.recorder.storages[mark.index]
-        kind = (mark.phase, mark.step, storage.op, _LAYER.sub("layers.*", storage.module), storage.shape)
-        if live > highest.get(kind, -1):
-            highest[kind] = live
-    return highest
+        if mark.space == space:
+            live += mark.size_bytes
+            peaks[mark.phase, mark.step] = max(peaks.get((mark.phase, mark.step), 0), live)
+    return peaks
+
+
+def deepened(low: Recorder, high: Recorder, further: int) -> Recorder | None:
+    """The recording of `high`, one layer deeper than `low`, with `further` layers more; None where no period is."""
+    low_sections, high_sections = _sections(low), _sections(high)
+    if [(s.phase, s.step) for s in low_sections] != [(s.phase, s.step) for s in high_sections]:
+        return None
+    deep = _Writer()
+    for short, long in zip(low_sections, high_sections, strict=True):
+        deep.phase, deep.step = long.phase, long.step
+        if not _extend(short.events, long.events, further, deep):
+            return None
+    return deep.recorder
+
+
+def _sections(recorder: Recorder) -> list[_Section]:
+    """The marks by phase. Deaths in a row are put in order: some come in that of addresses, which means nothing."""
+    sections = []
+    for (phase, step), marks in groupby(recorder.marks, key=lambda mark: (mark.phase, mark.step)):
+        events: list[_Event] = []
+        for dying, run in groupby(marks, key=lambda mark: mark.size_bytes < 0):
+            several = [_event(mark, recorder.storages[mark.index]) for mark in run]
+            events += sorted(several, key=lambda event: -event.storage.index) if dying else several
+        sections.append(_Section(phase, step, tuple(events)))
+    return sections
+
+
+def _event(mark: Mark, storage: Storage) -> _Event:
+    found = _LAYER.search(storage.module)
+    module = _LAYER.sub("*", storage.module)
+    kind = (mark.size_bytes > 0, mark.space, storage.op, module, storage.origin, storage.dtype, len(storage.shape),
+            storage.phase, storage.step, storage.category)  # fmt: skip
+    return _Event(kind, mark.size_bytes, int(found.group()) if found else None, storage)
+
+
+def _extend(low: Sequence[_Event], high: Sequence[_Event], further: int, deep: _Writer) -> bool:
+    """Write `high` with each of its blocks repeated `further` times more; False where it isn't `low` and periods."""
+    at = position = 0  # in `low`, in `high`
+    layers: list[int | None] = []  # written for each event of `high`
+    while position < len(high):
+        short = low[at] if at < len(low) else None
+        long = high[position]
+        alike = short is not None and short.kind == long.kind
+        if not alike or short.size_bytes != long.size_bytes:  # type: ignore[union-attr]
+            length = _block(low, at, high, position)
+            if length:
+                block = high[position : position + length]
+                before = high[position - length : position]
+                for copy in range(1, 2 + further):
+                    for one, other, layer in zip(before, block, layers[position - length : position], strict=True):
+                        now = _moved(layer, one.layer, other.layer, copy)
+                        if not deep.write(other, other.size_bytes, now):
+                            return False
+                        if copy == 1:
+                            layers.append(now)
+                position += length
+                continue
+        if short is None or not alike:
+            return False
+        layer = _moved(long.layer, short.layer, long.layer, further)
+        if not deep.write(long, long.size_bytes + (long.size_bytes - short.size_bytes) * further, layer):
+            return False
+        layers.append(layer)
+        at, position = at + 1, position + 1
+    return at == len(low)
+
+
+def _moved(layer: int | None, before: int | None, after: int | None, times: int) -> int | None:
+    return None if layer is None or before is None or after is None else layer + (after - before) * times
+
+
+def _block(low: Sequence[_Event], at: int, high: Sequence[_Event], position: int) -> int:
+    """How many events of `high` from `position` on repeat those before it, and then `low` goes on; 0 if none do."""
+    rest = low[at : at + _RESYNC]
+    for exact in (True, False):
+        for length in range(1, min(position, len(high) - position) + 1):
+            after = high[position + length : position + length + _RESYNC]
+            if (
+                _same(after, rest, exact=False)
+                and _same(after[:1], rest[:1], exact=exact)
+                and _same(high[position : position + length], high[position - length : position], exact=True)
+            ):
+                return length
+    return 0
+
+
+def _same(some: Sequence[_Event], others: Sequence[_Event], exact: bool) -> bool:
+    return len(some) == len(others) and all(
+        one.kind == other.kind and (not exact or one.size_bytes == other.size_bytes)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+class _Writer:
+    """Makes the recording: new storages at births, and at deaths the one alive that is of that kind and size."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.phase, self.step = "", 0
+        self._alive: dict[tuple[Any, ...], list[int]] = {}
+
+    def write(self, event: _Event, size_bytes: int, layer: int | None) -> bool:
+        """False when nothing that could die is alive."""
+        storages, recorded = self.recorder.storages, event.storage
+        alive = self._alive.setdefault((event.kind[1:], abs(size_bytes)), [])
+        if size_bytes > 0:
+            index = len(storages)
+            shape = recorded.shape
+            if len(shape) == 1 and size_bytes != recorded.size_bytes:
+                shape = (shape[0] * size_bytes // recorded.size_bytes,)
+            module = recorded.module if layer is None else _LAYER.sub(str(layer), recorded.module)
+            storages.append(
+                replace(recorded, index=index, size_bytes=size_bytes, shape=shape, module=module, died=None)
+            )
+            alive.append(index)
+        else:
+            if not alive:
+                return False
+            wanted = recorded.module if layer is None else _LAYER.sub(str(layer), recorded.module)
+            index = next((i for i in reversed(alive) if storages[i].module == wanted), alive[-1])
+            alive.remove(index)
+            storages[index].died = recorded.died
+        self.recorder.marks.append(Mark(self.phase, self.step, index, size_bytes, event.storage.space))
+        return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from dpofit.errors import BadInput, Problem
@@ -23,29 +22,16 @@ _CONFIG_TYPES = ("qwen2", "qwen3", "llama", "mistral", "phi3")
 
 def trace_job(job: Job) -> Program:
     """Two training steps of `job`, from the real code. Raises BadInput naming everything the tracer doesn't do."""
-    from dpofit.trace.step import trace_step  # torch
+    return trace_with_notes(job)[0]
+
+
+def trace_with_notes(job: Job) -> tuple[Program, tuple[str, ...]]:
+    """The same, and what the traced code ran instead of what only a CUDA machine has, and what was extrapolated."""
+    from dpofit.trace.extrapolate import trace_deep  # torch
 
     request = request_of(job)
-    return program_of(trace_step(request).recorder, request)
-
-
-def trace_peaks(job: Job, space: Space = "gpu") -> Mapping[tuple[str, int], int]:
-    """Allocated bytes at the peak of each (phase, step) of `job`: below ZeRO-3 from two shallow traces, exactly.
-
-    Raises BadInput like trace_job."""
-    from dpofit.trace.extrapolate import traced_peaks  # torch
-
-    return traced_peaks(request_of(job), space)
-
-
-def substitutions_of(job: Job) -> tuple[str, ...]:
-    """What the traced code runs instead of what only a CUDA machine has; the trace says these, one a line."""
-    from dpofit.trace.build import cuda_semantics
-    from dpofit.trace.long_context import pieces
-
-    request = request_of(job)
-    with cuda_semantics(request) as done, pieces(request, lambda slab: None) as more:
-        return (*done, *more)
+    traced = trace_deep(request)
+    return program_of(traced.recorder, request), traced.substitutions
 
 
 def request_of(job: Job) -> TraceRequest:
@@ -83,6 +69,7 @@ def request_of(job: Job) -> TraceRequest:
         freeze_extra=recipe.freeze_extra,
         lora_rank=recipe.lora_rank,
         lora_target=recipe.lora_target,
+        additional_target=recipe.additional_target,
         precision="deepspeed" if recipe.zero else "autocast" if job.autocast else "pure_bf16",
         checkpointing=_checkpointing(recipe),
         liger=recipe.liger,
@@ -134,7 +121,6 @@ def _unsupported(job: Job) -> list[Problem]:
         (recipe.flash_attn not in _ATTENTION, "flash_attn", recipe.flash_attn, ", ".join(_ATTENTION)),
         (recipe.fp16, "fp16", True, "bf16 or pure_bf16"),
         (recipe.use_unsloth, "use_unsloth", True, "false"),
-        (bool(recipe.additional_target), "additional_target", recipe.additional_target, "unset"),
         (recipe.use_dora, "use_dora", True, "false"),
         (recipe.lora_dropout != 0 and recipe.stage == "sft", "lora_dropout", recipe.lora_dropout, "0"),
     ]

@@ -69,13 +69,14 @@ def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
             recorder.repin(copy)
             return copy
 
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # deepspeed's own deprecations, once an operation
         before = real_accelerator.get_accelerator()
         real_accelerator.set_accelerator(deepspeed_accelerator(pin))
         stack.callback(real_accelerator.set_accelerator, before)
         import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # importing it sets another
         import deepspeed.ops.adam.cpu_adam
         import deepspeed.utils.groups
         from deepspeed.comm.torch import Noop, TorchBackend
