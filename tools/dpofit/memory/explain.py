@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from dpofit.memory.disk import DiskUse
 from dpofit.memory.host import PROCESS_BYTES
 from dpofit.memory.job import Job
+from dpofit.memory.parts import kept_bytes
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.predict import Prediction
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.states import base_weight_bytes, quantized_layer_bytes
 from dpofit.memory.zero import zero_sizes
+from dpofit.train.longdpo import CHUNK_POSITIONS, SLAB_BYTES
 from dpofit.units import format_gib
 
 
@@ -73,9 +75,14 @@ def _gpu_sum(job: Job, name: str, size_bytes: int, phase: str) -> str:
         return f"{share} x ({master} B master + {kept:.3g} B moments)"
     if name == "checkpoints":
         rows = f"{spec.rows} rows x {spec.tokens_per_row:,} tokens x {model.hidden_size:,}"
+        if job.on("offload_checkpoints"):
+            return f"inputs of the layers in hand, each {rows} x {spec.residual_bytes} B; the others are on the host"
         return f"{model.layers} layers x {rows} x {spec.residual_bytes} B, and the layer input in hand"
     if name == "logits":
         one = spec.tokens * model.vocab_size * FP32
+        if job.on("answer_logps"):
+            n = job.answer_tokens(spec.rows)
+            return f"chunks of {min(n, CHUNK_POSITIONS):,} of {n:,} answer positions x {model.vocab_size:,} words"
         wide = f"{spec.rows} rows x {spec.tokens_per_row:,} tokens x {model.vocab_size:,} x 4 B"
         return f"{size_bytes / one:.2f} x one fp32 [{wide} = {format_gib(one)}]"
     if name == "gathered":
@@ -110,6 +117,7 @@ def _host_sums(job: Job, breakdown: object, phase: str) -> list[Sum]:
         "reference": f"{ranks} ranks x the reference's bf16 shards, pinned tensor by tensor",
         "load": f"{ranks} ranks x what loading and init put on the host (ZeRO-1/2: weights and their flat copy)",
         "unsloth_gc": _unsloth_sum(job),
+        "offload_checkpoints": _slabs_sum(job),
     }
     assert isinstance(breakdown, dict)
     return [
@@ -125,6 +133,14 @@ def _host_sums(job: Job, breakdown: object, phase: str) -> list[Sum]:
 
 def _saved_bytes(job: Job) -> int:
     return job.trained_parameters * FP32 if job.adapters else base_weight_bytes(job)
+
+
+def _slabs_sum(job: Job) -> str:
+    one = kept_bytes(job.rows * job.row_tokens * job.model.hidden_size * BF16)
+    return (
+        f"{job.cluster.gpus_per_node} ranks x {job.model.layers} layers x {format_gib(one)}, one after the other in "
+        f"pinned slabs of {SLAB_BYTES / 2**20:.0f} MiB (the last one rounded up)"
+    )
 
 
 def _unsloth_sum(job: Job) -> str:

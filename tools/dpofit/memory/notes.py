@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dpofit.memory.job import Job
 from dpofit.memory.predict import EXPANDABLE_MIX, SEGMENTS_MIX, Prediction
+from dpofit.recipe.long_context import written
 from dpofit.recipe.notes import Note
 from dpofit.units import format_gib
 
@@ -48,6 +49,11 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
             "DeepSpeed's native save can keep the last 16-bit model alive beside the new one; the high figure has both."
         )
         note("save-leak", text)
+    if recipe.long_context:
+        note("long-context-launch", f"{written(recipe.long_context)}: on when `dpofit launch` runs it; else it is stock.")
+    if job.on("cached_reference"):
+        text = "The reference's log-probs are computed before step 1 and kept in output_dir: 20 bytes a row of data."
+        note("reference-cached", text)
     if recipe.use_unsloth_gc and recipe.gradient_checkpointing:
         text = (
             f"unsloth gc takes checkpoints off the GPU into pinned host blocks, rounded to powers of two and never "

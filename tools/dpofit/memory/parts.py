@@ -70,7 +70,7 @@ def micro_batch(job: Job) -> list[Part]:
         outputs = _split_by_tag(tape, outputs)
         parts.append(Part("forward", _literal(tape.cut())))
     if job.reference_in_step:
-        parts += _reference(job)
+        parts += reference(job)
     tape.drop(outputs)
     loss_grad = tape.new("loss_grad", 512, "activation_grads")
     parts.append(Part("loss", _literal(tape.cut())))
@@ -125,7 +125,7 @@ def evaluation(job: Job) -> list[Part]:
         held = _split_by_tag(tape, held)
         parts.append(Part("eval", _literal(tape.cut())))
     if job.reference_in_step:
-        parts += _reference(job, "eval", job.eval_rows)
+        parts += reference(job, "eval", job.eval_rows)
     tape.drop(held)
     return [*parts, Part("eval", _literal(tape.cut())), _freed(batch)]
 
@@ -167,7 +167,7 @@ def _head_and_loss(
     return [*decoder, inside, *casts, Part(phase, _literal(tape.cut()))], result, held, waiting
 
 
-def _reference(job: Job, phase: str = "reference_forward", rows: int | None = None) -> list[Part]:
+def reference(job: Job, phase: str = "reference_forward", rows: int | None = None) -> list[Part]:
     """The reference's forward under no_grad: a second model, or the policy with its adapters off."""
     spec = job.layer_spec(rows or job.rows, trained=not job.reference_copy)
     spec = replace(spec, lora_active=False, trained=frozenset())

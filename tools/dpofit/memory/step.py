@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dpofit.memory.job import Job
 from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, decide, lay
-from dpofit.memory.parts import KL, Part, evaluation, micro_batch
+from dpofit.memory.parts import KL, Part, evaluation, micro_batch, reference
 from dpofit.memory.program import Event, Phase, Program
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.states import (
@@ -67,6 +67,7 @@ def build_program(job: Job, plan: Plan) -> Program:
     phases = [
         Phase("load", 0, tuple(_load(job))),
         Phase("init", 0, tuple(_init(job, sizes, lasting))),
+        *_reference_pass(job, sizes),
         *_step(job, sizes, parts, 1, plan.first, lazy),
         *_step(job, sizes, parts, 2, plan.steady, []),
     ]
@@ -77,6 +78,19 @@ def build_program(job: Job, plan: Plan) -> Program:
     if job.recipe.saves:
         phases.append(Phase("save", 2, tuple(_save(job))))
     return Program(tuple(phases))
+
+
+def _reference_pass(job: Job, sizes: ZeroSizes | None) -> list[Phase]:
+    """cached_reference's forward over the data before step 1, at the longest rows. By the policy itself, whose engine
+    has the weights, or by a given ref_model, which is loaded for it and goes again."""
+    if not job.has_reference or job.reference_in_step:
+        return []
+    stock = replace(job, recipe=replace(job.recipe, long_context=job.recipe.long_context - {"cached_reference"}))
+    ids, parts = ModuleIds(OUTSIDE), reference(stock)
+    laid = lay(parts, decide(parts, _engines(stock, sizes, ids, traced=False), None, ids))
+    given = [state for state in weight_states(stock) if state.tag == "reference"] if job.recipe.ref_model else []
+    loaded = allocate(given)
+    return [Phase("reference_forward", 0, (*loaded, *laid["reference_forward"], *map(end, loaded)))]
 
 
 def steady_step(job: Job, plan: Plan) -> Program:

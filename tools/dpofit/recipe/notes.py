@@ -37,7 +37,7 @@ def notes(
         found.append(Note("interpolation-resolved", KINDS["config.interpolation-unresolved"].why))
     if not settings.on("do_train"):
         found.append(Note("no-do-train", "do_train is not true: LLaMA-Factory would not train; planned as if it did."))
-    if recipe.liger and recipe.stage not in ("pt", "sft"):
+    if recipe.liger and "answer_logps" not in recipe.long_context and recipe.stage not in ("pt", "sft"):
         found.append(Note("liger-no-fused-loss", KINDS["config.liger-no-fused-loss"].why))
     if settings.on("gradient_checkpointing") and not settings.on("disable_gradient_checkpointing"):
         found.append(Note("gradient-checkpointing-already-on", KINDS["config.gradient-checkpointing-on"].why))
