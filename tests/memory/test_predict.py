@@ -152,7 +152,8 @@ def test_offload_and_recompute_cost_time_and_a_reference_costs_a_forward():
     assert step_time(job(zero=zero(3, offload_optimizer="cpu", offload_param="cpu"))).step_s > stock.step_s
     assert step_time(job(zero=zero(3), gradient_checkpointing=False)).compute_s < stock.compute_s
     orpo = step_time(job(zero=zero(3), pref_loss="orpo"))
-    assert stock.compute_s / orpo.compute_s == pytest.approx(5 / 4)  # forward, recompute, backward x 2, reference
+    # forward, recompute, backward x 2, reference; a little more, since the head is not computed again
+    assert 5 / 4 < stock.compute_s / orpo.compute_s < 1.01 * 5 / 4
 
 
 def test_phi_3_is_refused_where_its_fused_projections_are_not_modelled():
