@@ -3,8 +3,7 @@
     python benchmarks/doctor_speed.py [--megabytes 200] [--json benchmarks/results/doctor-speed.json]
 
 Three logs: a training run as it comes (metrics, tqdm, DeepSpeed and warning lines), the same with a sentence of
-prose in every record (runs that print samples), and random text (nothing repeats). Each with numpy, which the doctor
-uses on long logs where it is installed, and without.
+prose in every record (runs that print samples), and random text (nothing repeats).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from pathlib import Path
 PROSE = """when a model answers well people tend to read past its mistakes and the pairs that were meant to teach it
 caution end up teaching it style so the longer answer wins and nobody notices until the rewards drift apart"""
 MAIN = "from dpofit.cli.app import main; main()"
-WITHOUT_NUMPY = "import sys; sys.modules['numpy'] = None; " + MAIN
 KEYS = "loss grad_norm learning_rate rewards/chosen rewards/rejected rewards/margins logps/chosen epoch"
 
 
@@ -84,12 +82,13 @@ def measure(path: Path) -> dict[str, float]:
     grep_seconds, _ = cost(["grep", "-c", "OutOfMemoryError", str(path)])
     size = path.stat().st_size / 1e6
     found: dict[str, float] = {"megabytes": round(size, 1), "grep_seconds": round(grep_seconds, 3)}
-    for name, code in (("numpy", MAIN), ("plain", WITHOUT_NUMPY)):
-        seconds, peak_mib = cost([sys.executable, "-c", code, "doctor", "--json", str(path)])
-        found[f"{name}_seconds"] = round(seconds, 2)
-        found[f"{name}_mb_per_s"] = round(size / seconds)
-        found[f"{name}_ratio_to_grep"] = round(seconds / grep_seconds, 1)
-        found[f"{name}_peak_mib"] = round(peak_mib)
+    seconds, peak_mib = cost([sys.executable, "-c", MAIN, "doctor", "--json", str(path)])
+    found |= {
+        "seconds": round(seconds, 2),
+        "mb_per_s": round(size / seconds),
+        "ratio_to_grep": round(seconds / grep_seconds, 1),
+        "peak_mib": round(peak_mib),
+    }
     return found
 
 

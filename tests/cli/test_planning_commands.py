@@ -137,7 +137,7 @@ def test_all_mistakes_come_at_once_with_a_remedy_each_and_exit_code_2(dpofit, mi
         (["predict", "no-such-recipe"], "no-such-recipe"),
         (["predict", "full-z2", "--stack", "newest"], "pinned, 2024"),
         (["predict", "full-z2", "--lengths", "/no/such/file"], "/no/such/file"),
-        (["predict", "full-z2", "stage=ppo"], "stage"),
+        (["predict", "full-z2", "stage=pt"], "stage"),
         (["limits", "full-z2", "full-zz"], "full-zz"),
     ],
 )

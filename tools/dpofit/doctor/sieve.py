@@ -16,7 +16,7 @@ WINDOW_BYTES = 2 * UNIT_BYTES - 1  # the shortest text that holds a whole aligne
 # Shorter texts may hold one of these, each looked for by itself: their first bytes are rare.
 SHORT_WORDS = (b"Killed", b"MemoryError", b"SIGHUP", b"{'loss': ")
 FEW = 256
-NUMPY_FROM_BYTES = 32 << 20  # from here on importing numpy, where there is one, costs less than it saves
+NUMPY_FROM_BYTES = 16 << 20  # from here on importing numpy costs less than it saves
 TABLE_BITS = 18
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the bits of a unit (Knuth 6.4)
 
@@ -96,11 +96,8 @@ def _rarest_units(text: bytes) -> Iterator[bytes]:
 
 
 def _numpy_filter(units: frozenset[int]) -> Callable[[memoryview], Collection[int]]:
-    """Drops nearly all units that are not among `units` by a table of their hashes: without numpy it drops none."""
-    try:
-        import numpy as np
-    except ImportError:
-        return lambda view: view  # type: ignore[return-value]
+    """Drops nearly all units that are not among `units`, by a table of their hashes."""
+    import numpy as np
 
     def hashes(values: Any) -> Any:
         return (values * np.uint64(_GOLDEN)) >> np.uint64(64 - TABLE_BITS)
