@@ -50,6 +50,7 @@ def main() -> int:
 
 def render() -> str:
     """The file's text, one key a line so that a version change reads well in a diff."""
+    from llamafactory.data.template import TEMPLATES
     from llamafactory.hparams.parser import _TRAIN_ARGS
 
     keys: dict[str, dict[str, Any]] = {}
@@ -58,6 +59,7 @@ def render() -> str:
         for field in dataclasses.fields(group):
             if field.init and field.name not in keys:  # the first group to name a key wins, as in parse_dict
                 keys[field.name] = describe(field, hints[field.name], group.__name__)
+    keys["template"]["choices"] = sorted(TEMPLATES)  # data/template.py 638: any other name raises, after loading
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(keys[name])}" for name in sorted(keys))
     sections = ",\n".join(

@@ -115,6 +115,14 @@ def test_numbers_no_run_can_use_are_refused(key, value, refused):
     assert (out_of_range(known_keys()[key], value) is not None) is refused
 
 
+def test_a_template_that_llamafactory_has_not_is_a_wrong_choice():
+    template = known_keys()["template"]
+    assert wrong_choice(template, "qwen3_nothink") is None
+    assert wrong_choice(template, "qwen25") == ("is 'qwen25'", "Did you mean qwen?")
+    right = wrong_choice(template, "house style of ours")[1]
+    assert right.startswith("Choose one of aeva, alpaca,") and right.endswith("yuan, zephyr.")
+
+
 def test_a_wrong_choice_names_the_nearest_and_all():
     assert wrong_choice(known_keys()["pref_loss"], "sigmod") == (
         "is 'sigmod'",

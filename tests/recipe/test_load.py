@@ -114,6 +114,16 @@ def test_every_problem_is_reported_at_once_with_its_line_and_remedy(write):
     ]
 
 
+@pytest.mark.parametrize(
+    "argument, suggestion",
+    [("cutoff_len", "cutoff_len=VALUE"), ("cutoff_len 8", "cutoff_len=8"), ("=8", "cutoff_len=VALUE")],
+)
+def test_what_is_no_override_is_told_how_to_write_one(write, argument, suggestion):
+    assert problems(write(), argument) == [
+        f"command line: {argument}: is not an override. Write KEY=VALUE, such as {suggestion}."
+    ]
+
+
 def test_a_bad_override_is_told_as_the_command_line(write):
     assert problems(write(), "lora_rnk=8") == [
         "command line: lora_rnk: is not a key of LLaMA-Factory 0.9.5. Did you mean lora_rank?"

@@ -35,6 +35,7 @@ _AT_LEAST_ONE = words(
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps cutoff_len lora_rank"
 )
 _MAY_BE_INFINITE = words("max_grad_norm")
+_FEW = 60  # more choices than this (templates) are listed only where none is near
 _YAML_NO = {False: "no", True: "yes"}
 
 
@@ -127,6 +128,8 @@ def wrong_choice(key: KnownKey, value: Any) -> tuple[str, str] | None:
     if not key.choices or value is None or not isinstance(value, str) or value in key.choices:
         return None
     close = nearest(value, key.choices, likeness=0.6)
+    if close and len(key.choices) > _FEW:
+        return f"is {value!r}", f"Did you mean {close}?"
     meant = f"Did you mean {close}? " if close else ""
     return f"is {value!r}", f"{meant}Choose one of {', '.join(key.choices)}."
 

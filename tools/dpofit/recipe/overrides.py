@@ -56,4 +56,5 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 def _suggestion(argument: str) -> str:
     words = argument.lstrip("-").replace(" ", "=", 1)
-    return words if "=" in words else f"{words or 'cutoff_len'}=VALUE"
+    key, separator, value = words.partition("=")
+    return f"{key or 'cutoff_len'}={value if separator and _STEP.search(key) else 'VALUE'}"
