@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpofit.trace import kernels, long_context, zero
-from dpofit.trace.build import arguments, build_model, cuda_semantics
+from dpofit.trace.build import arguments, build_model, cuda_semantics, import_training_stack
 from dpofit.trace.device import GPU
 from dpofit.trace.memo import Memo
 from dpofit.trace.optimizers import make_optimizer
@@ -47,7 +47,9 @@ def trace_step(
     linear: Any = zero.memory_efficient_linear() if stage == 3 else nullcontext()
     semantics: Any = cuda_semantics(request) if request.cuda else nullcontext([])
     pieces = long_context.pieces(request, recorder.repin)
-    with semantics as done, pieces as more, group, linear, _cuda_is_the_stand_in(), _no_collector():
+    import_training_stack()
+    # The group first: it imports DeepSpeed, which asks torch's compiler for Triton, while none stands in for it.
+    with group, semantics as done, pieces as more, linear, _cuda_is_the_stand_in(), _no_collector():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         mode = StorageMode(
             recorder,
