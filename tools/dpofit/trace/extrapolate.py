@@ -32,18 +32,21 @@ def trace_deep(request: TraceRequest) -> TracedStep:
     lacks their bookkeeping of a few bytes each.
     """
     few = shallow_layers(request)
-    if few is None or 2 * few + 1 >= request.layers:
-        return trace_step(request)
-    low, groups = _trace_shallow(request, few)
-    high, more_groups = _trace_shallow(request, few + 1)
-    further = request.layers - few - 1
-    recorder = deepened(low.recorder, high.recorder, further)
-    if recorder is None:
-        whole = trace_step(request)
-        return replace(whole, substitutions=(*whole.substitutions, f"no period was found at {few} layers: all traced"))
-    done = f"layers {few + 1} to {request.layers}: the period proven on {few} and {few + 1} layers, repeated"
-    _split_sub_groups(recorder, request, groups, more_groups, further)
-    return TracedStep(request, recorder, (*high.substitutions, done))
+    tried = [n for n in (few, few + 3) if 2 * n + 1 < request.layers] if few is not None else []
+    for layers in tried:  # prefetch gets ahead of use little by little: some jobs are steady only later
+        low, groups = _trace_shallow(request, layers)
+        high, more_groups = _trace_shallow(request, layers + 1)
+        further = request.layers - layers - 1
+        recorder = deepened(low.recorder, high.recorder, further)
+        if recorder is not None:
+            done = f"layers {layers + 1} to {request.layers}: the period proven on {layers} and {layers + 1}, repeated"
+            _split_sub_groups(recorder, request, groups, more_groups, further)
+            return TracedStep(request, recorder, (*high.substitutions, done))
+    whole = trace_step(request)
+    if not tried:
+        return whole
+    missed = f"no period was found at {' or '.join(map(str, tried))} layers: all traced"
+    return replace(whole, substitutions=(*whole.substitutions, missed))
 
 
 def shallow_layers(request: TraceRequest) -> int | None:
