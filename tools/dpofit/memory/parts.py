@@ -57,7 +57,9 @@ def micro_batch(job: Job) -> list[Part]:
     held = _held_embedding(job, spec)
     forwards = [Part("forward", forward, band.count, first=band.first) for band, forward, _, _ in templates]
     leaving, slab_rest = _leaving(job, spec)
-    parts += [*held, *forwards, *map(_freed, held), *leaving, *slab_rest]
+    # without checkpoints on the GPU the embeddings still stay there where they are a leaf that wants a gradient
+    leaf_stays = bool(held) and bands[0].checkpointed and "embed_tokens" not in spec.trained
+    parts += [*held, *forwards, *([] if leaf_stays else map(_freed, held)), *leaving, *slab_rest]
     casts = [Part("forward", cast, band.count, first=band.first) for band, _, _, cast in templates if cast]
     casts += _captured_ends(forwards)
 
@@ -97,10 +99,11 @@ def micro_batch(job: Job) -> list[Part]:
         if "embed_tokens" in spec.trained:
             tail.drop(gradient)
         else:  # the lowest layer's input is a leaf, kept by its AccumulateGrad node, and so is its gradient
-            leaf = tail.new("leaf", _residual_bytes(spec), "checkpoints")
+            leaf = None if leaf_stays else tail.new("leaf", _residual_bytes(spec), "checkpoints")
             parts.append(Part("backward", _literal(tail.cut())))
             tail.drop(leaf, gradient)
             ends.append(Part(graph_ends, _literal(tail.cut())))
+            ends += [replace(_freed(part), phase=graph_ends) for part in held if leaf_stays]
     parts.append(Part("backward", _literal(tail.cut())))
     if kept_by_layers:
         ends.append(replace(_freed(made), phase=graph_ends))
