@@ -11,11 +11,20 @@ export PATH="$venv/bin:$PATH" OMP_NUM_THREADS=1
 if [ "${1:-}" = --all ]; then
   shift
   export DPOFIT_TEST_ALL=1
-  report=$(mktemp)
-  trap 'python benchmarks/tests_all.py "$report" >benchmarks/results/tests-all.json; rm -f "$report"' EXIT
-  set -- --junitxml="$report" "$@"
+  reports=$(mktemp -d)
+  trap 'python benchmarks/tests_all.py "$reports"/*.xml >benchmarks/results/tests-all.json; rm -r "$reports"' EXIT
 fi
 ruff check .
 ruff format --check .
 mypy
-pytest "$@"
+if [ $# -gt 0 ]; then
+  pytest "$@"
+  exit
+fi
+# Rooms that start ranks of their own use all cores anyway; the others share them.
+ranks="tests/guard tests/launch tests/longdpo tests/preflight tests/trace"
+others=$(printf '%s\n' tests/*/ | sed 's|/$||' | grep -vxF "$(printf '%s\n' $ranks)")
+status=0
+pytest -n 2 --dist loadfile ${reports:+--junitxml="$reports/1.xml"} $others || status=$?
+pytest ${reports:+--junitxml="$reports/2.xml"} $ranks || status=$?
+exit $status
