@@ -115,6 +115,12 @@ def test_copy_writes_the_environment_with_its_reasons(dpofit: Run, tmp_path: Pat
     assert "# the newer name of the same setting" in text
 
 
+def test_copy_says_that_llamafactory_runs_a_long_recipe_without_its_pieces(dpofit: Run, tmp_path: Path) -> None:
+    without = "train recipe.yaml  # runs stock, without the long-context pieces\n"
+    assert without in dpofit("copy", "qwen2.5-7b-dpo/lora-long", tmp_path / "long")[1]
+    assert "train recipe.yaml\n" in dpofit("copy", "lora-ddp", tmp_path / "stock")[1]
+
+
 def test_copy_json_says_what_was_written_where(dpofit: Run, tmp_path: Path) -> None:
     _, out, _ = dpofit("copy", "lora-ddp", tmp_path / "run", "--json")
     assert json.loads(out) == {

@@ -73,8 +73,10 @@ def command(
         print(f"  export {name}={shlex.quote(value)}")
     if card is not None and card.hardware.nodes > 1:
         print(f"  export NNODES={card.hardware.nodes} NODE_RANK=… MASTER_ADDR=… MASTER_PORT=…")
-    print("  llamafactory-cli train recipe.yaml")
-    print("or, which sets all of that, checks the machine first and guards the saves:")
+    stock = "  # runs stock, without the long-context pieces" if read.recipe.long_context else ""
+    print(f"  llamafactory-cli train recipe.yaml{stock}")
+    switches = "switches the pieces on, " if read.recipe.long_context else ""
+    print(f"or, which sets all of that, {switches}checks the machine first and guards the saves:")
     print(f"  dpofit launch {shlex.quote(str(folder.absolute()))}")
 
 
