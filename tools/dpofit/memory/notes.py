@@ -50,7 +50,8 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
         )
         note("save-leak", text)
     if recipe.long_context:
-        note("long-context-launch", f"{written(recipe.long_context)}: on when `dpofit launch` runs it; else it is stock.")
+        text = f"{written(recipe.long_context)}: on when `dpofit launch` runs it; else it is stock."
+        note("long-context-launch", text)
     if job.on("cached_reference"):
         text = "The reference's log-probs are computed before step 1 and kept in output_dir: 20 bytes a row of data."
         note("reference-cached", text)

@@ -20,7 +20,7 @@ class Request(NamedTuple):
 
 
 def requests(phase: Phase, namespace: str = "", whole: bool = False) -> Iterator[Request]:
-    """The phase's GPU requests, layers collapsed unless `whole`. `namespace` tells storages of different steps apart."""
+    """The phase's GPU requests, layers collapsed unless `whole`. `namespace` tells different steps' storages apart."""
     for item in phase.items:
         if isinstance(item, Event):
             if item.space == "gpu":
