@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dpofit.memory.disk import DiskUse
 from dpofit.memory.host import PROCESS_BYTES
 from dpofit.memory.job import Job
-from dpofit.memory.parts import kept_bytes
+from dpofit.memory.layer_parts import kept_bytes
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.predict import Prediction
 from dpofit.memory.spec import BF16, FP32

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from dpofit.memory.parts import Part
+from dpofit.memory.part import Part
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16
 from dpofit.memory.tape import Mark

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dpofit.memory.frozen_parts import KL, reference
 from dpofit.memory.job import Job
 from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, decide, lay
-from dpofit.memory.parts import KL, Part, evaluation, micro_batch, reference
+from dpofit.memory.part import Part
+from dpofit.memory.parts import evaluation, micro_batch
 from dpofit.memory.program import Event, Phase, Program
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.states import (

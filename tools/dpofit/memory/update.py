@@ -7,7 +7,7 @@ import math
 from dpofit.memory.head import LOGITS_GRADIENT
 from dpofit.memory.job import Job
 from dpofit.memory.optimizers import copies_of_all, update_of
-from dpofit.memory.parts import Part
+from dpofit.memory.part import Part
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16, FP32

@@ -1,0 +1,92 @@
+"""A stretch of a micro-batch, events and marks, and what every pass begins and ends with: batch, mask, embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dpofit.memory.head import (
+    HeadSpec,
+    embed,
+)
+from dpofit.memory.job import Job
+from dpofit.memory.program import Event
+from dpofit.memory.spec import BF16, LayerSpec
+from dpofit.memory.tape import Mark, Storage, Tape
+
+INT64 = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Events and marks of one stretch; `layers` > 0 repeats them for so many from layer `first` up. `engine` owns the
+    parameters."""
+
+    phase: str
+    records: tuple[Event | Mark, ...]
+    layers: int = 0
+    reverse: bool = False
+    engine: str = "policy"
+    first: int = 0
+
+
+def inputs(
+    job: Job, spec: LayerSpec, phase: str, clone: bool, prefix: str = "", engine: str = "policy"
+) -> tuple[Part, Part, Storage | None]:
+    """Token ids, attention mask and labels as int64; then what the model makes of them: rotary tables and the bool
+    [rows, 1, T, T] mask of sdpa (eager's is bf16)."""
+    tape = Tape(prefix + ("eval." if phase == "eval" and not prefix else ""))
+    tokens = job.collated_tokens(spec.rows) * job.passes
+    if not prefix:
+        tape.new("batch", 3 * tokens * INT64, "batch")
+    if clone:  # nested_detach(batch, clone=True), dpo/trainer.py:216
+        tape.new("batch_clone", 3 * tokens * INT64, "batch")
+    batch = Part(phase, literal(tape.cut()), engine=engine)
+    tape.new("rotary", 2 * spec.tokens_per_row * spec.model.head_dim * BF16, "activations")
+    mask = None
+    if spec.attention in ("efficient", "eager"):
+        per_pair = 1 if spec.attention == "efficient" else BF16
+        mask = tape.new("mask", spec.rows * spec.tokens_per_row**2 * per_pair, "attention_mask")
+    return batch, Part(phase, literal(tape.cut()), engine=engine), mask
+
+
+def clones(job: Job) -> bool:
+    """Does concatenated_forward copy its batch? dpo/trainer.py:216; the one of answer_logps does not."""
+    return job.has_reference and not job.on("answer_logps")
+
+
+def embedding(spec: LayerSpec, tape: Tape, category: str = "activations") -> list[Event | Mark]:
+    tape.mark("pre", "root")  # modules without parameters of their own: their hooks prefetch
+    tape.mark("pre", "model")
+    embed(spec, tape, category)
+    tape.mark("pre", "rotary_emb")
+    return list(literal(tape.cut(), layer0=f"{tape.prefix}hidden"))
+
+
+def head_spec(job: Job) -> HeadSpec:
+    return HeadSpec(
+        tied=job.tied_embeddings,
+        outputs_cast_to_fp32=job.autocast,
+        shifted_logits_copied=not job.stack.at_least("transformers", "4.50"),
+        returned_wide=job.recipe.upcast_lmhead_output or not job.stack.at_least("transformers", "4.46"),
+        own_loss=job.model.model_type == "qwen",
+    )
+
+
+def residual_bytes(spec: LayerSpec) -> int:
+    return spec.hidden * spec.residual_bytes // BF16
+
+
+def literal(records: list[Event | Mark], layer0: str = "") -> tuple[Event | Mark, ...]:
+    """Outside a repeat a layer's storage is written with its index."""
+    out: list[Event | Mark] = []
+    for record in records:
+        if isinstance(record, Event) and (record.shift or record.tag == layer0 or record.tag == "grad_hidden"):
+            record = record._replace(tag=f"{record.tag}#{record.shift}", shift=0)
+        out.append(record)
+    return tuple(out)
+
+
+def freed(part: Part) -> Part:
+    """The end of what a part allocated."""
+    events = [record._replace(size_bytes=-record.size_bytes) for record in part.records if isinstance(record, Event)]
+    return Part(part.phase, tuple(events), engine=part.engine)
