@@ -15,6 +15,10 @@ _INNER = torch.float32.itemsize
 # --- attention ------------------------------------------------------------------------------------------------
 
 
+# Stands for torch.nn.attention.bias.causal_lower_right(...), for which its _dispatch takes the flash kernel.
+LOWER_RIGHT: Any = object()
+
+
 def sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -30,6 +34,8 @@ def sdpa(
     which a bool mask becomes a bf16 bias of the mask's own shape, padded to a multiple of 16."""
     if query.dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+    if attn_mask is LOWER_RIGHT:
+        attn_mask, is_causal = None, True
     if attn_mask is None:
         out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
         return out[0]
