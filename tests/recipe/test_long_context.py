@@ -123,7 +123,7 @@ def test_an_unknown_piece_in_the_environment_is_bad_input(write):
             "lora_target names lm_head; answer_logps needs a plain head",
         ),
         ("cached_reference", {"pref_loss": "simpo"}, "stage is dpo with pref_loss simpo, which has no reference"),
-        ("cached_reference", {"stage": "sft"}, "stage is sft with pref_loss sigmoid, which has no reference"),
+        ("cached_reference", {"stage": "sft"}, "stage is sft, which has no reference"),
         ("offload_checkpoints", {"use_unsloth_gc": True}, "use_unsloth_gc is on beside offload_checkpoints"),
         ("offload_checkpoints", {"disable_gradient_checkpointing": True}, "leaves offload_checkpoints nothing to move"),
         ("tiled_mlp", {"use_unsloth": True}, "use_unsloth is on with tiled_mlp"),
@@ -140,6 +140,11 @@ def test_a_piece_that_cannot_work_is_told_and_stops_the_run(piece, settings, tol
 
 def test_every_piece_works_in_a_plain_dpo_recipe(write):
     assert pieces(write(), "all") == set(PIECES)
+
+
+def test_kto_has_a_reference_to_cache_whatever_its_pref_loss(write):
+    assert pieces(write(stage="kto"), "answer_logps,cached_reference") == {"answer_logps", "cached_reference"}
+    assert pieces(write(stage="kto", pref_loss="orpo"), "cached_reference") == {"cached_reference"}
 
 
 def test_check_says_that_llamafactory_cli_runs_stock(write):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -44,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for problem in bad.problems:
             print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(2) from None
-    except BrokenPipeError:  # `dpofit … | head` closed the pipe: not an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
+    except SystemExit as ended:
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        raise SystemExit(0) from None  # `dpofit … | head` closed the pipe, for which typer exits 1: not an error
 
 
 def _root(arguments: Sequence[str]) -> typer.Typer:

@@ -72,8 +72,9 @@ def long_context_issues(run: Run) -> Iterator[Issue]:
         yield from _answer_logps(run)
     if "shared_prompt" in on:
         yield from _shared_prompt(run)
-    if "cached_reference" in on and not run.uses_reference:
-        wrong = f"is {run.stage} with pref_loss {s['pref_loss']}, which has no reference for cached_reference"
+    if "cached_reference" in on and not (run.stage == "kto" or run.uses_reference):  # kto has one whatever the loss
+        loss = f" with pref_loss {s['pref_loss']}" if run.stage == "dpo" else ""
+        wrong = f"is {run.stage}{loss}, which has no reference for cached_reference"
         yield _cannot(run, "stage", wrong, "Turn the piece off.")
     if "offload_checkpoints" in on:
         if s.on("use_unsloth_gc"):
