@@ -90,3 +90,10 @@ def test_the_table_keeps_to_100_columns_and_says_what_would_not_help(dpofit):
 
 def test_help_has_examples(dpofit):
     assert "dpofit advise" in dpofit("advise", "--help").out.partition("Examples:")[2]
+
+
+def test_long_prompts_are_answered_with_the_pieces_in_one_argument(dpofit) -> None:
+    cluster = ("--gpu", "a800-80g", "--nodes", "4", "--gpus-per-node", "8", "--host-ram", "1000GiB")
+    ran = dpofit("advise", "full-z3-liger", *cluster, "--prompt", "16384", "--response", "1024", "--json")
+    pieces = "answer_logps,shared_prompt,cached_reference,tiled_mlp,offload_checkpoints"
+    assert ran.json["suggestions"][0]["arguments"] == ["--long-context", pieces]

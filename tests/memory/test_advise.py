@@ -104,7 +104,7 @@ def applied(command: Command, arguments: list[str], environment: dict[str, str])
     """What the command predicts with arguments appended, read as the command line reads them."""
     flags = {
         "--gpu": "gpu", "--nodes": "nodes", "--gpus-per-node": "gpus_per_node", "--host-ram": "host_ram",
-        "--prompt": "prompt",
+        "--prompt": "prompt", "--long-context": "long_context",
     }  # fmt: skip
     words = iter(arguments)
     overrides, changed = [], {}

@@ -12,6 +12,7 @@ import typer
 from dpofit.cli.job_options import one_recipe, split_overrides, takes_job_flags
 from dpofit.errors import BadInput
 from dpofit.plan import JobFlags, PlannedJob, plan_job
+from dpofit.recipe.long_context import written
 
 if TYPE_CHECKING:
     from dpofit.memory.job import Job
@@ -35,11 +36,12 @@ class Command:
         overrides, flags, environment = self._applied(changes)
         given = {
             "--gpu": flags.gpu, "--nodes": flags.nodes, "--gpus-per-node": flags.gpus_per_node,
-            "--host-ram": flags.host_ram, "--prompt": flags.prompt,
+            "--host-ram": flags.host_ram, "--prompt": flags.prompt, "--long-context": flags.long_context,
         }  # fmt: skip
         said = {
             "--gpu": self.flags.gpu, "--nodes": self.flags.nodes, "--gpus-per-node": self.flags.gpus_per_node,
             "--host-ram": self.flags.host_ram, "--prompt": self.flags.prompt,
+            "--long-context": self.flags.long_context,
         }  # fmt: skip
         changed = [text for name, value in given.items() if value != said[name] for text in (name, str(value))]
         return [*overrides, *changed], environment
@@ -65,6 +67,8 @@ class Command:
             asked = (flags.prompt, flags.response, flags.chosen, flags.rejected)
             if change.prompt is not None and any(tokens is not None for tokens in asked):
                 flags = replace(flags, prompt=change.prompt)
+            if change.long_context:
+                flags = replace(flags, long_context=written(change.long_context))
             if change.expandable:
                 environment = EXPANDABLE
         return overrides, flags, environment

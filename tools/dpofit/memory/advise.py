@@ -93,7 +93,8 @@ class Workbench:
 
 def advise(bench: Workbench, base: Prediction, most: int = 6) -> Advice:
     """Search one kind of change after the other, from those that leave the training as it is to another method, until
-    there are `most`; of each kind by GPU time, then number of changes, then host memory. None contains another.
+    there are `most`; of each kind without long-context pieces first, then by GPU time, number of changes, host memory.
+    None contains another.
 
     `base` is the prediction of bench.job.
     """
@@ -138,8 +139,10 @@ def suggestion(bench: Workbench, changes: Changes) -> Suggestion:
     return Suggestion(changes, prediction, time, time * prediction.job.world_size / bench.job.world_size)
 
 
-def _cost(found: Suggestion) -> tuple[float, int, int]:
-    return round(found.relative_gpu_time, 2), len(found.changes), found.prediction.host.peak_bytes
+def _cost(found: Suggestion) -> tuple[bool, float, int, int]:
+    """What LLaMA-Factory can do alone comes before pieces that only `dpofit launch` installs."""
+    ours = any(change.long_context for change in found.changes)
+    return ours, round(found.relative_gpu_time, 2), len(found.changes), found.prediction.host.peak_bytes
 
 
 def _smallest(bench: Workbench, same: Sequence[Change]) -> list[Changes]:

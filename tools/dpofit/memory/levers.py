@@ -7,6 +7,8 @@ from typing import Literal
 
 from dpofit.memory.job import LIGER_MODEL_TYPES, Job
 from dpofit.memory.predict import Prediction, expandable_segments
+from dpofit.recipe.long_context import PIECES
+from dpofit.train.longdpo.families import FAMILIES
 
 # From what changes least to what changes most; suggestions are ranked by it first.
 Kind = Literal["same", "cluster", "trains", "data", "method"]
@@ -42,6 +44,7 @@ class Change:
     gpus_per_node: int | None = None
     prompt: int | None = None  # tokens of the longest prompt
     expandable: bool = False  # an environment variable, no key
+    long_context: tuple[str, ...] = ()  # pieces that are on after it, the job's own included
 
 
 def levers(base: Prediction) -> list[Change]:
@@ -84,6 +87,10 @@ def _activations(base: Prediction) -> list[Change]:
     elif base.host_verdict not in (None, "fits"):
         found.append(Change("no-unsloth-gc", "same", "unsloth-gc", "checkpoints stay on the GPU, off the host",
                             ("use_unsloth_gc=false",)))  # fmt: skip
+    if pieces := _pieces(job):
+        instead = ("use_unsloth_gc=false",) if recipe.use_unsloth_gc else ()
+        title, remark = "long-context pieces (docs/long-context.md)", "needs dpofit launch; llamafactory-cli runs stock"
+        found.append(Change("long-context", "same", "unsloth-gc", title, instead, remark, long_context=pieces))
     if recipe.flash_attn not in ("fa2", "fa3") and job.cluster.gpu.bf16:  # FlashAttention-2 starts at Ampere, as bf16
         found.append(Change("fa2", "same", "attention", "FlashAttention-2, no mask of rows x columns",
                             ("flash_attn=fa2",), NEEDS_FLASH_ATTN))  # fmt: skip
@@ -95,6 +102,22 @@ def _activations(base: Prediction) -> list[Change]:
     if not expandable_segments(job):
         found.append(Change("expandable-segments", "same", "allocator", "segments that grow", expandable=True))
     return found
+
+
+def _pieces(job: Job) -> tuple[str, ...]:
+    """Every long-context piece that can work in this job; none when all of them are on already."""
+    recipe = job.recipe
+    pair = recipe.stage == "dpo" and recipe.micro_batch == 1 and not (recipe.evaluates and recipe.eval_micro_batch > 1)
+    can = {
+        "answer_logps": recipe.stage in ("dpo", "kto", "sft"),
+        "shared_prompt": pair and recipe.flash_attn in ("auto", "sdpa", "fa2") and job.model.sliding_window is None,
+        "cached_reference": job.has_reference,
+        "tiled_mlp": True,
+        "offload_checkpoints": recipe.gradient_checkpointing and recipe.use_reentrant_gc,
+    }
+    pieces = tuple(piece for piece in PIECES if can[piece] or job.on(piece))
+    known = job.model.model_type in FAMILIES and not recipe.use_unsloth and not recipe.shift_attn
+    return pieces if known and set(pieces) != recipe.long_context else ()
 
 
 def _batches(job: Job) -> list[Change]:
