@@ -1,0 +1,141 @@
+"""Writes the generated tables of docs/long-context.md: python scripts/render_long_context.py [--check] [--quick].
+
+Tables stand between `<!-- generated: NAME -->` and `<!-- end -->`; `--check` fails when they are not what dpofit says
+today; `--quick` leaves the table of all recipes, a minute of searching, as it stands. Traced figures come from benchmarks/results/long-context-traced.json (benchmarks/long_context_traced.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from dpofit.memory.predict import predict
+from dpofit.memory.speed import forward_flops
+from dpofit.plan import DEFAULT_RESPONSE, JobFlags, plan_job, plan_jobs
+from dpofit.recipe.cards import pieces_of, read_presets
+from dpofit.recipe.catalogue import all_recipes
+from dpofit.recipe.long_context import PIECES
+from dpofit.report.rows import LimitRow, limit_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "long-context.md"
+TRACED = ROOT / "benchmarks" / "results" / "long-context-traced.json"
+GIB = 2**30
+FAMILY = "qwen2.5-72b-dpo"
+PROMPTS = (8192, 32_768, 65_536)
+COLUMNS = ("off", *PIECES, "all")
+# Past the model's 32,768 positions LLaMA-Factory must scale them; memory does not change.
+SCALED = ["rope_scaling=yarn"]
+PRESETS = (
+    "full-z3", "full-z3-liger-unsloth-gc", "full-z3-offload-liger-unsloth-gc", "full-z3-long", "full-z3-offload-long",
+)  # fmt: skip
+HOSTS = ("1000GiB", "2000GiB")
+
+
+def peaks_table() -> str:
+    """Allocated bytes of one GPU of 32, by pieces and prompt: predicted, and traced where it has been."""
+    traced = json.loads(TRACED.read_text(encoding="utf-8")) if TRACED.exists() else {}
+    rows = []
+    for pieces in COLUMNS:
+        cells = ["stock" if pieces == "off" else f"`{pieces}`" if pieces in PIECES else "all five"]
+        for prompt in PROMPTS:
+            flags = JobFlags("a800-80g", 4, 8, "1000GiB", prompt=prompt, response=DEFAULT_RESPONSE, long_context=pieces)
+            job = plan_job(f"{FAMILY}/full-z3-liger", SCALED, flags).job
+            seen = traced.get(f"{pieces}:{prompt}")
+            beside = f" ({seen['peak_bytes'] / GIB:,.1f})" if seen else ""
+            cells.append(f"{predict(job).gpu.allocated_bytes / GIB:,.1f}{beside}")
+        rows.append(cells)
+    return _markdown(["pieces", *(f"{prompt:,} + 1,024" for prompt in PROMPTS)], rows, right_from=1)
+
+
+def limits_table() -> str:
+    """Longest prompts on 32 x A800-80G with either host."""
+    columns = []
+    for ram in HOSTS:
+        flags = JobFlags("a800-80g", 4, 8, ram, response=DEFAULT_RESPONSE)
+        columns.append(limit_rows(plan_jobs([f"{FAMILY}/{name}" for name in PRESETS], SCALED, flags)))
+    rows = []
+    for index, name in enumerate(PRESETS):
+        written = columns[0][index].planned.written_for
+        documented = written.documented_prompt_tokens if written else None
+        cells = [f"`{name}`", *(_limit(column[index]) for column in columns)]
+        rows.append([*cells, f"{documented:,}" if documented else ""])
+    return _markdown(["recipe", *(f"{ram} a node" for ram in HOSTS), "documented in 2024"], rows, right_from=1)
+
+
+def recipes_table() -> str:
+    """Every long recipe on its own cluster, beside itself with the pieces off."""
+    presets = read_presets()
+    names = [f"{e.file.family}/{e.file.name}" for e in all_recipes() if pieces_of(e.card, presets)]
+    with_them, without = (
+        limit_rows(plan_jobs(names, SCALED, JobFlags(response=DEFAULT_RESPONSE, long_context=pieces)))
+        for pieces in (None, "off")
+    )
+    rows = []
+    for name, long, stock in zip(names, with_them, without, strict=True):
+        cluster = long.planned.job.cluster
+        most, least = long.limit.prompt_tokens or 0, stock.limit.prompt_tokens
+        times = f"{most / least:.0f}x" if least else "–"
+        where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+        rows.append([f"`{name}`", where, _limit(stock), _limit(long), times])
+    return _markdown(["recipe", "cluster", "pieces off", "on", ""], rows, right_from=2)
+
+
+def flops_table() -> str:
+    """Forward FLOPs of the layers for a pair, stock over shared_prompt, policy and reference of one epoch."""
+    rows = []
+    for prompt in PROMPTS:
+        stock, shared = (
+            plan_job(f"{FAMILY}/full-z3", SCALED, JobFlags(prompt=prompt, response=1024, long_context=pieces)).job
+            for pieces in ("off", "shared_prompt")
+        )
+        ratio = forward_flops(stock) / forward_flops(shared)
+        # policy: forward, recompute, twice backward; the reference once each step, or once in all
+        cells = [f"{prompt:,} + 1,024", f"{ratio:.2f}x"]
+        rows.append([*cells, *(f"{5 * ratio / (4 + 1 / epochs):.2f}x" for epochs in (1, 3))])
+    return _markdown(["tokens", "shared prompt alone", "and cached reference, 1 epoch", "3 epochs"], rows, right_from=1)
+
+
+def _limit(row: LimitRow) -> str:
+    tokens = row.limit.prompt_tokens
+    return "nothing" if tokens is None else f"{tokens:,} {row.limit.binding}"
+
+
+def _markdown(headings: list[str], rows: list[list[str]], right_from: int) -> str:
+    rule = ["---" if index < right_from else "---:" for index in range(len(headings))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "peaks": peaks_table, "limits": limits_table, "recipes": recipes_table, "flops": flops_table,
+}  # fmt: skip
+
+
+def render(text: str, quick: bool) -> str:
+    """The page with every table as dpofit says it today."""
+    for name, table in TABLES.items():
+        if quick and table is recipes_table:
+            continue
+        pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        assert pattern.search(text), f"docs/long-context.md has no table {name}"
+        found = table()
+        text = pattern.sub(lambda match, found=found: f"{match[1]}{found}\n{match[2]}", text)
+    return text
+
+
+def main() -> int:
+    text = PAGE.read_text(encoding="utf-8")
+    wanted = render(text, "--quick" in sys.argv[1:])
+    if "--check" in sys.argv[1:]:
+        if wanted != text:
+            print("docs/long-context.md is out of date: python scripts/render_long_context.py", file=sys.stderr)
+        return int(wanted != text)
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
