@@ -1,7 +1,8 @@
 """Writes the generated tables of docs/long-context.md: python scripts/render_long_context.py [--check] [--quick].
 
 Tables stand between `<!-- generated: NAME -->` and `<!-- end -->`; `--check` fails when they are not what dpofit says
-today; `--quick` leaves the table of all recipes, a minute of searching, as it stands. Traced figures come from benchmarks/results/long-context-traced.json (benchmarks/long_context_traced.py).
+today; `--quick` leaves the table of all recipes, a minute of searching, as it stands. Traced figures come from
+benchmarks/results/long-context-traced.json (benchmarks/long_context_traced.py).
 """
 
 from __future__ import annotations

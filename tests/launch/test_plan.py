@@ -192,3 +192,15 @@ def test_without_gpus_the_forecast_is_for_the_cluster_that_a_copied_recipe_is_wr
     )
     assert "; 4 x 8 h200-141g, rows of 9,216 tokens" in here
     assert "; 8 x 8 h200-141g, rows of 9,216 tokens" in eight
+
+
+def test_long_context_pieces_reach_the_ranks_and_the_schedulers_file(tmp_path: Path) -> None:
+    long = load_recipe("qwen2.5-72b-dpo/full-z3-long", environment={}).recipe
+    found = next(v for v in launch_variables(long, {}, 8, 96) if v.name == "DPOFIT_LONG_CONTEXT")
+    assert found.value == "answer_logps,shared_prompt,cached_reference,tiled_mlp,offload_checkpoints"
+    stock = load_recipe("qwen2.5-72b-dpo/full-z3", environment={}).recipe
+    assert "DPOFIT_LONG_CONTEXT" not in {v.name for v in launch_variables(stock, {}, 8, 96)}
+    asked = ("qwen2.5-72b-dpo/full-z3-long", "--emit", "slurm", "--long-context")
+    for pieces, exported in (("tiled_mlp", "tiled_mlp"), ("off", "off")):  # off must be said: the card has them on
+        text = dpofit("launch", *asked, pieces, cwd=tmp_path, env=plain()).stdout
+        assert f"\nexport DPOFIT_LONG_CONTEXT={exported}  #" in text
