@@ -126,6 +126,19 @@ def test_an_unknown_piece_in_the_environment_is_bad_input(write):
         ("cached_reference", {"stage": "sft"}, "stage is sft, which has no reference"),
         ("offload_checkpoints", {"use_unsloth_gc": True}, "use_unsloth_gc is on beside offload_checkpoints"),
         ("offload_checkpoints", {"disable_gradient_checkpointing": True}, "leaves offload_checkpoints nothing to move"),
+        ("offload_checkpoints", {"use_reentrant_gc": False}, "use_reentrant_gc is off; offload_checkpoints is exact"),
+        (
+            "cached_reference",
+            {"streaming": True, "max_steps": 9},
+            "streaming is on; cached_reference must see the whole",
+        ),
+        ("shared_prompt", {"flash_attn": "fa3"}, "flash_attn is fa3; shared_prompt knows sdpa and fa2"),
+        ("shared_prompt", {"rope_scaling": "dynamic"}, "rope_scaling is dynamic; shared_prompt needs positions"),
+        (
+            "tiled_mlp",
+            {"stage": "sft", "finetuning_type": "lora", "lora_dropout": 0.1},
+            "lora_dropout is 0.1; tiled_mlp can't repeat a dropout",
+        ),
         ("tiled_mlp", {"use_unsloth": True}, "use_unsloth is on with tiled_mlp"),
     ],
 )

@@ -82,6 +82,15 @@ def long_context_issues(run: Run) -> Iterator[Issue]:
         if s.on("disable_gradient_checkpointing"):
             wrong = "leaves offload_checkpoints nothing to move"
             yield _cannot(run, "disable_gradient_checkpointing", wrong, "Remove it, or turn the piece off.")
+        if not s.on("use_reentrant_gc"):
+            wrong = "is off; offload_checkpoints is exact for reentrant checkpointing only"
+            yield _cannot(run, "use_reentrant_gc", wrong, "Remove it, or turn the piece off.")
+    if "cached_reference" in on and s.on("streaming"):
+        wrong = "is on; cached_reference must see the whole data set before training"
+        yield _cannot(run, "streaming", wrong, "Remove it, or turn the piece off.")
+    if "tiled_mlp" in on and s.number("lora_dropout") > 0 and run.stage not in ("dpo", "kto"):  # those turn it off
+        wrong = f"is {s['lora_dropout']}; tiled_mlp can't repeat a dropout in backward"
+        yield _cannot(run, "lora_dropout", wrong, "Set it to 0, or turn the piece off.")
 
 
 # What else of SFT reads the logits that answer_logps does not make (llamafactory 0.9.5 train/sft/trainer.py 96-115).
@@ -118,6 +127,11 @@ def _shared_prompt(run: Run) -> Iterator[Issue]:
     if s["flash_attn"] == "disabled":
         wrong = "is disabled (eager attention); shared_prompt splits attention in two calls of sdpa or flash-attention"
         yield _cannot(run, "flash_attn", wrong, "Set it to auto, sdpa or fa2.")
+    if s["flash_attn"] == "fa3":
+        yield _cannot(run, "flash_attn", "is fa3; shared_prompt knows sdpa and fa2", "Set it to auto, sdpa or fa2.")
+    if s["rope_scaling"] == "dynamic":
+        wrong = "is dynamic; shared_prompt needs positions whose frequencies do not depend on a batch's length"
+        yield _cannot(run, "rope_scaling", wrong, "Set it to linear, llama3 or yarn.")
     if s.on("shift_attn"):
         yield _cannot(run, "shift_attn", "is on; shared_prompt needs whole attention", "Remove it.")
 
