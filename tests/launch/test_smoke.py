@@ -23,6 +23,7 @@ CLASSES = {
     "full, ZeRO-3": ("qwen2.5-72b-dpo/full-z3",),
     "offload, unsloth gc, Liger": ("qwen2.5-72b-dpo/full-z3-offload-liger-unsloth-gc",),
     "ZeRO-2": ("qwen2.5-7b-dpo/full-z2",),
+    "every long-context piece": ("qwen2.5-72b-dpo/lora-long",),
     "QLoRA": ("qwen2.5-7b-dpo/qlora-1gpu",),
     "one GPU, no reference": ("qwen2.5-7b-dpo/lora-1gpu", "pref_loss=orpo"),
 }
