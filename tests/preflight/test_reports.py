@@ -204,3 +204,11 @@ def hostfile(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_hostfile_with_unequal_slots_is_found(hostfile: Path) -> None:
     assert "launch.unequal-nodes" in {f.id for f in start(f"deepspeed --hostfile '{hostfile}' train.py")}
+
+
+def test_offload_with_torch_in_a_path_with_spaces_is_found_before_the_compiler_fails() -> None:
+    found = read_recipe("qwen2.5-72b-dpo/full-z3-offload")
+    here = machine(torch_folder="/my venv/lib/python3.11/site-packages/torch")
+    [finding] = [f for f in local_findings(found, machine=here) if f.id == "launch.cpu-adam-not-buildable"]
+    assert finding.title == "offload can't be built: torch lies in a path with spaces"
+    assert not [f for f in local_findings(found, machine=machine()) if f.id == "launch.cpu-adam-not-buildable"]

@@ -50,6 +50,7 @@ class Machine:
     compilers: tuple[str, ...] = ()  # of g++/c++, ninja: those found
     versions: Mapping[str, str] = field(default_factory=dict)
     torch_cuda: str | None = None  # "12.8"; None: no torch, or a CPU build
+    torch_folder: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     pid: int = 0
 
@@ -82,6 +83,7 @@ def read_machine(environment: Mapping[str, str] | None = None) -> Machine:
         compilers=tuple(name for name in ("c++", "g++", "ninja") if shutil.which(name)),
         versions=_versions(),
         torch_cuda=_torch_cuda(),
+        torch_folder=torch_folder(),
         environment={name: value for name, value in environment.items() if _TOLD.fullmatch(name)},
         pid=os.getpid(),
     )
@@ -143,14 +145,18 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _torch_cuda() -> str | None:
-    """The CUDA version torch was built for, read from its version.py without importing it."""
+def torch_folder() -> str:
+    """Where torch is installed, without importing it; empty without torch."""
     import importlib.util
 
     spec = importlib.util.find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    text = _text(Path(next(iter(spec.submodule_search_locations))) / "version.py")
+    return next(iter(spec.submodule_search_locations), "") if spec and spec.submodule_search_locations else ""
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA version torch was built for, read from its version.py without importing it."""
+    folder = torch_folder()
+    text = _text(Path(folder) / "version.py") if folder else ""
     match = re.search(r"^cuda\b[^=]*=\s*['\"]([0-9.]+)['\"]", text, re.M)
     return match[1] if match else None
 

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpofit.errors import BadInput, Problem
 from dpofit.launch.build_lock import operator_cache, remove_left_locks
 from dpofit.launch.death import Outcome
 from dpofit.launch.environment import CACHE, Variable, cpu_variables, launch_variables
+from dpofit.launch.machine import torch_folder
 from dpofit.launch.network import free_port
 from dpofit.launch.plan import Plan, single_command, torchrun_command
 from dpofit.launch.run import run_plan
@@ -25,6 +27,7 @@ from dpofit.launch.smoke_plan import SAVE_STEPS, SmokePlan, smoke_plan
 from dpofit.launch.topology import Topology
 from dpofit.recipe.load import ReadRecipe
 from dpofit.recipe.long_context import VARIABLE, written
+from dpofit.recipe.recipe import Recipe
 from dpofit.train.guard.check import check_checkpoint
 
 ASSETS = Path(__file__).parent / "smoke_assets"
@@ -70,6 +73,7 @@ def smoke(
     """
     assert read.recipe is not None
     began = time.monotonic()
+    _refuse_unbuildable(read.recipe, torch_folder())
     deepspeed = dict(read.deepspeed.config) if read.deepspeed is not None else None
     with _folder(keep) as folder:
         bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
@@ -111,6 +115,14 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="dpofit-smoke-", ignore_cleanup_errors=True) as name:
         yield Path(name)
+
+
+def _refuse_unbuildable(recipe: Recipe, folder: str) -> None:
+    """BadInput for an offloaded optimizer where torch's linker line breaks (preflight/host.py says why)."""
+    if recipe.zero is not None and recipe.zero.offload_optimizer != "none" and " " in folder:
+        wrong = f"offloads the optimizer, which can't be compiled: torch lies in a path with spaces ({folder})"
+        right = "Make the virtual environment in a path without spaces."
+        raise BadInput(Problem(str(recipe.source), "deepspeed", wrong, right))
 
 
 def _write_assets(folder: Path, plan: SmokePlan, config: dict) -> None:

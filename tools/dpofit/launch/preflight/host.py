@@ -80,3 +80,11 @@ def _cpu_adam(machine: Machine, found: ReadRecipe) -> Iterator[Finding]:
             "DeepSpeed compiles CPUAdam on each node when training starts, after the model has been loaded.",
             "apt-get install g++; pip install ninja; or build ahead with DS_BUILD_CPU_ADAM=1 pip install deepspeed.",
         )  # fmt: skip
+    if " " in machine.torch_folder:
+        yield Finding(
+            "launch.cpu-adam-not-buildable", "error", "offload can't be built: torch lies in a path with spaces",
+            (Evidence("torch", machine.torch_folder),),
+            "torch hands its folder to the linker unquoted (-L/a b/torch/lib, torch/utils/cpp_extension.py), so "
+            "compiling CPUAdam fails when training starts, after the model has been loaded.",
+            "Make the virtual environment in a path without spaces.",
+        )  # fmt: skip
