@@ -26,7 +26,7 @@ class Lora:
 class SharedRow:
     """Tokens of one pair laid out as prompt, chosen, rejected, without padding (dpofit.train.longdpo.shared_row)."""
 
-    prompt: int
+    prompt: int  # what both rows begin with
     chosen: int
     rejected: int
 

@@ -7,25 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpofit.memory import spec
+
 
 @dataclass(frozen=True, slots=True)
-class SharedRow:
-    """Tokens of each part of a pair; `padded` is the length of the two rows it was made from."""
+class SharedRow(spec.SharedRow):
+    """The parts as the memory model counts them; `padded` is the length of the two rows they were made from."""
 
-    prompt: int  # what both rows begin with
-    chosen: int
-    rejected: int
     padded: int
-
-    @property
-    def first(self) -> int:
-        """Tokens of the chosen row: prompt and chosen answer."""
-        return self.prompt + self.chosen
-
-    @property
-    def second(self) -> int:
-        """Tokens of the rejected row."""
-        return self.prompt + self.rejected
 
 
 def shared_row(input_ids: Tensor, attention_mask: Tensor) -> SharedRow:
