@@ -16,8 +16,7 @@ from pathlib import Path
 from dpofit.memory.predict import predict
 from dpofit.memory.speed import forward_flops
 from dpofit.plan import DEFAULT_RESPONSE, JobFlags, plan_job, plan_jobs
-from dpofit.recipe.cards import pieces_of, read_presets
-from dpofit.recipe.catalogue import all_recipes
+from dpofit.recipe.cards import all_recipes, pieces_of, read_presets
 from dpofit.recipe.long_context import PIECES
 from dpofit.report.rows import LimitRow, limit_rows
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpofit.recipe.catalogue import CatalogueEntry, all_recipes, catalogue_root
+from dpofit.recipe.cards import CatalogueEntry, all_recipes
+from dpofit.recipe.catalogue import catalogue_root
 from dpofit.recipe.long_context import PIECES
 
 Run = Callable[..., tuple[int, str, str]]

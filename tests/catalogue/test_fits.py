@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dpofit.recipe.cards import pieces_of, read_presets
-from dpofit.recipe.catalogue import CatalogueEntry, all_recipes
+from dpofit.recipe.cards import CatalogueEntry, all_recipes, pieces_of, read_presets
 
 Run = Callable[..., tuple[int, str, str]]
 NOT_MEANT_TO_FIT = {"full-z3-no-gc"}  # shows what gradient checkpointing buys

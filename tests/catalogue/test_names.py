@@ -6,10 +6,9 @@ import pytest
 
 from dpofit.errors import BadInput
 from dpofit.recipe import catalogue
+from dpofit.recipe.cards import all_recipes, card_of
 from dpofit.recipe.catalogue import (
-    all_recipes,
     card_environment,
-    card_of,
     catalogue_root,
     find_recipe,
 )

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dpofit.recipe.catalogue import card_of, catalogue_root, recipe_files
+from dpofit.recipe.cards import card_of
+from dpofit.recipe.catalogue import catalogue_root, recipe_files
 
 pytestmark = pytest.mark.stack
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpofit.recipe.cards import read_family_card, read_presets
-from dpofit.recipe.catalogue import card_of, catalogue_root
+from dpofit.recipe.cards import card_of, read_family_card, read_presets
+from dpofit.recipe.catalogue import catalogue_root
 
 RECIPES = catalogue_root() / "recipes"
 FILES = sorted(path for path in RECIPES.rglob("*.y*ml") if path.name not in ("card.yaml", "presets.yaml"))

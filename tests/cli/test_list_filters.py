@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpofit.recipe.catalogue import all_recipes
+from dpofit.recipe.cards import all_recipes
 
 
 def names(ran) -> set[str]:

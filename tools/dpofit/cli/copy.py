@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dpofit.errors import BadInput, Problem
-from dpofit.recipe.catalogue import card_of, read_yaml
+from dpofit.recipe.catalogue import read_yaml, written_for
 from dpofit.recipe.load import read_recipe, resolve_reference
 from dpofit.recipe.run_folder import run_folder_files
 
@@ -67,12 +67,12 @@ def command(
     settings = read.settings
     print(f"output_dir is {settings['output_dir']} and dataset_dir is {settings['dataset_dir']}, relative to where")
     print("training starts; with several nodes write paths that every node sees. Then, on every node:")
-    card = card_of(path)
+    card = written_for(path)
     print(f"  cd {shlex.quote(str(folder.absolute()))}")
     for name, value in environment.items():
         print(f"  export {name}={shlex.quote(value)}")
-    if card is not None and card.hardware.nodes > 1:
-        print(f"  export NNODES={card.hardware.nodes} NODE_RANK=… MASTER_ADDR=… MASTER_PORT=…")
+    if card is not None and card.nodes > 1:
+        print(f"  export NNODES={card.nodes} NODE_RANK=… MASTER_ADDR=… MASTER_PORT=…")
     stock = "  # runs stock, without the long-context pieces" if read.recipe.long_context else ""
     print(f"  llamafactory-cli train recipe.yaml{stock}")
     switches = "switches the pieces on, " if read.recipe.long_context else ""

@@ -14,11 +14,11 @@ import typer
 from dpofit.cli.job_options import takes_job_flags
 from dpofit.errors import BadInput, Problem
 from dpofit.plan import JobFlags, plan_job
-from dpofit.recipe.catalogue import CatalogueEntry, all_recipes, read_yaml
+from dpofit.recipe.catalogue import read_yaml
 
 if TYPE_CHECKING:
     from dpofit.memory.predict import Verdict
-    from dpofit.recipe.cards import Presets
+    from dpofit.recipe.cards import CatalogueEntry, Presets
 
 _ZERO = {  # DeepSpeed file → what it does, short enough for the table
     None: "-",
@@ -54,7 +54,7 @@ def command(
       dpofit list --fits --gpu a100-80g --nodes 2 --gpus-per-node 8 --host-ram 1000GiB
       dpofit list --json | jq -r '.recipes[].recipe'
     """
-    from dpofit.recipe.cards import read_presets
+    from dpofit.recipe.cards import all_recipes, read_presets
 
     if not fits and (flags.nodes, flags.gpus_per_node, flags.host_ram) != (None, None, None):
         raise BadInput(Problem("command line", "--nodes, --gpus-per-node, --host-ram", "say what to fit", "Add --fits"))

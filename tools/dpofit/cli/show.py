@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dpofit.recipe.catalogue import CatalogueFile, card_of, catalogue_file, recipe_files
+from dpofit.recipe.catalogue import CatalogueFile, catalogue_file, recipe_files
 from dpofit.recipe.load import resolve_reference
 
 
@@ -38,7 +38,7 @@ def command(
 
 def describe(file: CatalogueFile) -> dict[str, Any]:
     """The `dpofit.show/1` document."""
-    from dpofit.recipe.cards import environment_of, pieces_of, read_presets
+    from dpofit.recipe.cards import card_of, environment_of, pieces_of, read_presets
     from dpofit.recipe.long_context import PIECES
 
     presets = read_presets()

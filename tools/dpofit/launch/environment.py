@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from dpofit.recipe.catalogue import card_of
 from dpofit.recipe.environment import ALLOCATOR_VARIABLES, launcher_sets_allocator
 from dpofit.recipe.long_context import VARIABLE, long_context_pieces, written
 from dpofit.recipe.recipe import Recipe
@@ -108,7 +107,7 @@ def catalogue_source(recipe: Path) -> Path:
 
 
 def _card_reasons(recipe: Path) -> dict[str, str]:
-    from dpofit.recipe.cards import environment_of, read_presets
+    from dpofit.recipe.cards import card_of, environment_of, read_presets
 
     card = card_of(catalogue_source(recipe))
     if card is None:

@@ -18,7 +18,7 @@ from dpofit.launch.plan import Plan, accelerate_command, run_folder, single_comm
 from dpofit.launch.starts import Start, closable_terminal
 from dpofit.launch.state import running
 from dpofit.launch.topology import Topology, read_topology
-from dpofit.recipe.catalogue import card_of, written_for
+from dpofit.recipe.catalogue import written_for
 from dpofit.recipe.load import ReadRecipe, read_recipe
 from dpofit.units import parse_bytes
 
@@ -126,8 +126,8 @@ def smoke_ranks(found: ReadRecipe, environment: Mapping[str, str]) -> tuple[int,
     """`(ranks, GPUs)` of a smoke run: NPROC_PER_NODE ranks if set, one for a recipe written for one GPU, else two."""
     assert found.recipe is not None
     gpus = len(visible_cards(read_inventory(), environment).cards)
-    card = card_of(catalogue_source(found.recipe.source))
-    one = found.recipe.zero is None and card is not None and card.hardware.world_size == 1
+    card = written_for(catalogue_source(found.recipe.source))
+    one = found.recipe.zero is None and card is not None and card.nodes * card.gpus_per_node == 1
     wanted = read_topology({"NPROC_PER_NODE": environment.get("NPROC_PER_NODE", "")}, 1 if one else SMOKE_RANKS)
     ranks = min(wanted.processes, gpus) if gpus else wanted.processes
     return ranks, gpus
@@ -173,8 +173,8 @@ def _guard_variables(guard_memory: str | None, problems: list[Problem]) -> tuple
 
 def _written_for(found: ReadRecipe) -> int:
     assert found.recipe is not None
-    card = card_of(catalogue_source(found.recipe.source))
-    return card.hardware.gpus_per_node if card is not None else 1
+    card = written_for(catalogue_source(found.recipe.source))
+    return card.gpus_per_node if card is not None else 1
 
 
 def _cpu_ranks(environment: Mapping[str, str]) -> int:

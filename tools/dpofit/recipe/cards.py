@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
 from dpofit.errors import BadInput, Problem
-from dpofit.recipe.catalogue import catalogue_root, read_yaml
+from dpofit.recipe.catalogue import CatalogueFile, catalogue_file, catalogue_root, read_yaml
 from dpofit.recipe.long_context import PIECES
 from dpofit.units import parse_bytes
 
@@ -134,6 +135,14 @@ class FamilyCard(_Strict):
     recipes: Mapping[str, RecipeCard]
 
 
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    """A recipe file with what its family's card says about it."""
+
+    file: CatalogueFile
+    card: RecipeCard
+
+
 def read_family_card(path: Path) -> FamilyCard:
     """A family's card.yaml; BadInput with every problem in it."""
     return _validated(FamilyCard, path)
@@ -142,6 +151,22 @@ def read_family_card(path: Path) -> FamilyCard:
 def read_presets(path: Path | None = None) -> Presets:
     """presets.yaml (the catalogue's own by default); BadInput with every problem in it."""
     return _validated(Presets, path or catalogue_root() / "recipes" / "presets.yaml")
+
+
+def card_of(path: Path) -> RecipeCard | None:
+    """What the family's card says about a catalogue recipe; None for a file that is not in the catalogue."""
+    file = catalogue_file(path)
+    return None if file is None else read_family_card(path.parent / "card.yaml").recipes[file.name]
+
+
+def all_recipes() -> tuple[CatalogueEntry, ...]:
+    """Newest version of every recipe, with its card; families by name, recipes in their card's order."""
+    entries = []
+    for card_path in sorted((catalogue_root() / "recipes").glob("*/card.yaml")):
+        for name, card in read_family_card(card_path).recipes.items():
+            path = card_path.parent / f"{name}.v{card.version}.yaml"
+            entries.append(CatalogueEntry(CatalogueFile(card_path.parent.name, name, card.version, path), card))
+    return tuple(entries)
 
 
 def environment_of(card: RecipeCard, presets: Presets) -> dict[str, Variable]:

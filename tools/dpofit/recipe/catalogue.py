@@ -10,13 +10,10 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dpofit
 from dpofit.errors import BadInput, Problem
-
-if TYPE_CHECKING:
-    from dpofit.recipe.cards import RecipeCard
 
 _RECIPE_FILE = re.compile(r"(?P<name>[a-z0-9][a-z0-9.-]*?)\.v(?P<version>[0-9]+)\.yaml")
 _RECIPE_NAME = re.compile(r"(?:(?P<family>[^/]+)/)?(?P<name>[^/]+?)(?:\.v(?P<version>[0-9]+))?")
@@ -35,14 +32,6 @@ class CatalogueFile:
     def full_name(self) -> str:
         """`qwen2.5-72b-dpo/full-z3.v1`."""
         return f"{self.family}/{self.name}.v{self.version}"
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
-    """A recipe file with what its family's card says about it."""
-
-    file: CatalogueFile
-    card: RecipeCard
 
 
 def catalogue_root() -> Path:
@@ -161,26 +150,6 @@ def written_for(path: Path) -> WrittenFor | None:
         documented_prompt_tokens=documented.get("prompt_tokens"),
         documented_source=documented.get("source"),
     )
-
-
-def card_of(path: Path) -> RecipeCard | None:
-    """What the family's card says about a catalogue recipe; None for a file that is not in the catalogue."""
-    from dpofit.recipe.cards import read_family_card
-
-    file = catalogue_file(path)
-    return None if file is None else read_family_card(path.parent / "card.yaml").recipes[file.name]
-
-
-def all_recipes() -> tuple[CatalogueEntry, ...]:
-    """Newest version of every recipe, with its card; families by name, recipes in their card's order."""
-    from dpofit.recipe.cards import read_family_card
-
-    entries = []
-    for card_path in sorted((catalogue_root() / "recipes").glob("*/card.yaml")):
-        for name, card in read_family_card(card_path).recipes.items():
-            path = card_path.parent / f"{name}.v{card.version}.yaml"
-            entries.append(CatalogueEntry(CatalogueFile(card_path.parent.name, name, card.version, path), card))
-    return tuple(entries)
 
 
 def read_yaml(path: Path) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from dpofit.recipe.catalogue import CatalogueFile, card_of, catalogue_file, catalogue_root
+from dpofit.recipe.catalogue import CatalogueFile, catalogue_file, catalogue_root
 from dpofit.recipe.load import ReadRecipe, recipe_name
 from dpofit.recipe.long_context import PIECES, RUN_FILE, RUN_KEY
 
@@ -54,7 +54,7 @@ def _of_ones_own(read: ReadRecipe, path: Path, folder: Path) -> dict[str, str]:
 
 
 def _dpofit_yaml(name: str, file: CatalogueFile | None = None) -> str:
-    from dpofit.recipe.cards import environment_of, piece_reasons, pieces_of, read_presets
+    from dpofit.recipe.cards import card_of, environment_of, piece_reasons, pieces_of, read_presets
 
     card = card_of(file.path) if file is not None else None
     presets = read_presets()
