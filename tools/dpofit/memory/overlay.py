@@ -190,16 +190,21 @@ def _hooks(
 ) -> Iterator[tuple[Action, ...]]:
     """The engine's actions at its marks, in order.
 
-    An engine forwarded twice keeps what it gathers for backward outside the layers: the second forward, without
-    gradients, resets the counter by which the hook of the first one's backward would know its end
-    (parameter_offload.py ds_grads_remaining). Layers are recomputed later, with counters of their own.
+    An engine forwarded twice keeps what it gathers for backward: the second forward, without gradients, resets the
+    counter by which the hook of the first one's backward would know its end (parameter_offload.py
+    ds_grads_remaining). Layers that are recomputed later have counters of their own again.
     """
     hooks = []
     for part, part_marks in zip(parts, marks, strict=True):
         if part.engine != engine.name:
             continue
+        recomputed = any(mark.kind == "pre" for mark in part_marks)
         relative = [
-            (mark.kind in FETCHES, NOBODY if _lost(mark, engine) else ids.base(mark.module), mark.module in OUTSIDE)
+            (
+                mark.kind in FETCHES,
+                NOBODY if _lost(mark, engine, recomputed) else ids.base(mark.module),
+                mark.module in OUTSIDE,
+            )
             for mark in part_marks
             if mark.kind != "grad"
         ]
@@ -213,10 +218,9 @@ def _hooks(
     return iter(untraced(hooks, sizes, engine.leaves))
 
 
-def _lost(mark: Mark, engine: Engine) -> bool:
-    kept = frozenset({"embed_tokens"}) if engine.embedding_hooked else frozenset()
-    outside = OUTSIDE if engine.twice else kept  # a tied head's module is the embedding's
-    return mark.kind == "post_backward" and mark.module in outside
+def _lost(mark: Mark, engine: Engine, recomputed: bool) -> bool:
+    embedding = engine.embedding_hooked and mark.module == "embed_tokens"  # a tied head's module too
+    return mark.kind == "post_backward" and (embedding or (engine.twice and not recomputed))
 
 
 def _gradient_effects(mark: Mark, base: int, reducer: Reducer | None, ids: ModuleIds) -> tuple[Effect, ...]:

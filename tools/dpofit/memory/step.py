@@ -234,7 +234,7 @@ def _step(
         phases.append(Phase("accumulate", step, tuple(again + (zero_grad(parts) if job.zero_stage == 1 else []))))
     items: Items = []
     if job.zero_stage == 3 and sizes is not None:  # step() partitions all parameters first, stage3.py:2187
-        items += [end(event) for event in kept_gathered(job, sizes)]
+        items += [end(event) for event in kept_gathered(laid)]
     items += optimizer_update(job, sizes, appearing)
     items += graph_ends
     items += [end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]

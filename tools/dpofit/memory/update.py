@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from dpofit.memory.head import LOGITS_GRADIENT
 from dpofit.memory.job import Job
@@ -53,15 +54,21 @@ def forwarded_twice(job: Job) -> bool:
     return job.zero_stage == 3 and (job.passes > 1 or (job.reference_in_step and not job.reference_copy))
 
 
-def kept_gathered(job: Job, sizes: ZeroSizes) -> list[Event]:
-    """What backward leaves gathered until engine.step releases everything: overlay._hooks says why."""
-    elements = job.model.embedding_parameters
-    if elements <= sizes.persistence_threshold:
-        return []
-    head = ["embed_tokens" if job.tied_embeddings else "lm_head"] if forwarded_twice(job) else []
-    names = dict.fromkeys((["embed_tokens"] if job.embedding_needs_grad else []) + head)
-    stream = "policy.gather" if job.zero.overlap_comm else "compute"
-    return [Event(f"policy.gather.{name}", elements * BF16, "gathered", "gpu", stream) for name in names]
+def kept_gathered(laid: Mapping[str, Items]) -> list[Event]:
+    """What a micro-batch leaves gathered until engine.step releases everything: overlay._hooks says why."""
+    alive: dict[str, Event] = {}
+    for items in laid.values():
+        for item in items:
+            events = (item,) if isinstance(item, Event) else item.events
+            moves = [event for event in events if event.category == "gathered"]
+            for index in item.indices() if moves and isinstance(item, Repeat) else (None,):
+                for event in moves:
+                    tag = event.tag if index is None else f"{event.tag}#{index + event.shift}"
+                    if event.size_bytes < 0:
+                        del alive[tag]
+                    else:
+                        alive[tag] = event._replace(tag=tag, shift=0)
+    return list(alive.values())
 
 
 def buckets_of_backward(job: Job, sizes: ZeroSizes | None) -> list[Event]:
