@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpofit.memory.zero3 import Action, CoordinatorConfig, coordinate, untraced
+from dpofit.memory.zero3 import Action, CoordinatorConfig, coordinate, left_gathered, untraced
 
 A, B, C = 1, 2, 3
 SIZES = {A: (100,), B: (100,), C: (100,)}
@@ -55,3 +55,11 @@ def test_parameters_at_or_below_the_threshold_never_move():
 def test_without_a_complete_trace_modules_are_released_at_once_and_gathered_once():
     done = untraced([(True, A), (True, A), (False, A), (True, B)], {A: 100, B: 0})
     assert done == [(Action(True, A, 100),), (), (Action(False, A, 100),), ()]
+
+
+def test_what_the_micro_batch_before_left_gathered_is_not_gathered_again_and_goes_when_it_is_passed():
+    done = coordinate(FORWARD, SIZES, config(prefetch_bucket=1), found=frozenset({A}))
+    # nothing to gather for A, so the one prefetch takes B; C is taken when B is met
+    assert done[:3] == [(Action(True, B, 100),), (Action(False, A, 100),), (Action(True, C, 100),)]
+    assert left_gathered(done) == frozenset()
+    assert left_gathered(coordinate([*FORWARD, (True, B)], SIZES, config())) == {B}

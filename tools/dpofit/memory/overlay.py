@@ -8,7 +8,7 @@ runtime/comm/coalesced_collectives.py (reduce_scatter_coalesced), runtime/zero/s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from dpofit.memory.zero3 import (
     Leaves,
     ModuleIds,
     coordinate,
+    left_gathered,
     offset,
     untraced,
 )
@@ -43,6 +44,7 @@ class Engine:
     traced: bool
     twice: bool = False  # forwarded twice a step, policy and reference: see `_hooks`
     leaves: Leaves = NO_LEAVES
+    later: bool = False  # no step's first micro-batch: what the one before left gathered is there
     embedding_hooked: bool = True  # backward reaches the embedding, whose hook gathers it and never releases
 
 
@@ -112,12 +114,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What happens at the marks of each part, and after the last part."""
+    """What is gathered before the first part, what happens at the marks of each, and after the last."""
 
     runs: tuple[tuple[Run, ...], ...]
     final: tuple[Effect, ...]
     ids: ModuleIds
     overlap: bool
+    found: tuple[Event, ...] = ()
+    kept: tuple[Event, ...] = ()  # what the parts leave gathered until engine.step releases it: `_hooks` says why
 
 
 def decide(
@@ -126,13 +130,22 @@ def decide(
     """Without engines no parameter moves (below stage 3); without a reducer gradients stay. `overlap`: overlap_comm,
     gathers and reductions have streams, and so memory pools, of their own."""
     marks = [[record for record in part.records if isinstance(record, Mark)] for part in parts]
-    hooks = {engine.name: _hooks(parts, marks, engine, ids) for engine in engines}
+    moves = {engine.name: _hooks(parts, marks, engine, ids) for engine in engines}
+    hooks = {name: iter(actions) for name, (_, actions) in moves.items()}
     runs = [
         tuple(_runs(part, part_marks, hooks.get(part.engine), reducer, ids))
         for part, part_marks in zip(parts, marks, strict=True)
     ]
     final = tuple(_reduced(reducer.flush(), 0)) if reducer is not None else ()
-    return Decisions(tuple(runs), final, ids, overlap)
+    decisions = Decisions(tuple(runs), final, ids, overlap)
+    found = [
+        event
+        for name, (actions, _) in moves.items()
+        for action in actions
+        for event in _events(_moved(action, 0), name, decisions)
+    ]
+    decisions = replace(decisions, found=tuple(found))
+    return replace(decisions, kept=_kept(parts, decisions)) if engines else decisions
 
 
 def _runs(
@@ -187,8 +200,8 @@ def _order(part: Part) -> Sequence[int | None]:
 
 def _hooks(
     parts: Sequence[Part], marks: Sequence[Sequence[Mark]], engine: Engine, ids: ModuleIds
-) -> Iterator[tuple[Action, ...]]:
-    """The engine's actions at its marks, in order.
+) -> tuple[list[Action], list[tuple[Action, ...]]]:
+    """What the engine finds gathered, and its actions at its marks, in order.
 
     An engine forwarded twice keeps what it gathers for backward: the second forward, without gradients, resets the
     counter by which the hook of the first one's backward would know its end (parameter_offload.py
@@ -211,11 +224,17 @@ def _hooks(
         for layer in _order(part):
             base = 0 if layer is None else offset(layer)
             hooks += [(fetch, module if outside else module + base) for fetch, module, outside in relative]
-    if engine.traced:
-        return iter(coordinate(hooks, engine.parameters, engine.config, engine.leaves))
     threshold = engine.config.persistence_threshold
     sizes = {m: sum(count for count in counts if count > threshold) for m, counts in engine.parameters.items()}
-    return iter(untraced(hooks, sizes, engine.leaves))
+
+    def acted(found: frozenset[int]) -> list[tuple[Action, ...]]:
+        if engine.traced:
+            return coordinate(hooks, engine.parameters, engine.config, engine.leaves, found)
+        return untraced(hooks, sizes, engine.leaves, found)
+
+    actions = acted(frozenset())
+    left = left_gathered(actions) if engine.later else frozenset()
+    return [Action(True, module, sizes[module]) for module in sorted(left)], acted(left) if left else actions
 
 
 def _lost(mark: Mark, engine: Engine, recomputed: bool) -> bool:
@@ -245,9 +264,31 @@ def _effect(kind: str, size_bytes: int, module: int, base: int) -> Effect:
     return Effect(kind, size_bytes, module if outside else module - base, outside)
 
 
+def _kept(parts: Sequence[Part], decisions: Decisions) -> tuple[Event, ...]:
+    alive = {event.tag: event for event in decisions.found}
+    for part, runs in zip(parts, decisions.runs, strict=True):
+        for run in runs:
+            moves = [
+                (effect.absolute or run.first is None, event)
+                for effects in run.decision
+                for effect in effects
+                if _CATEGORY.get(effect.kind) == "gathered"
+                for event in _events(effect, part.engine, decisions)
+            ]
+            first, step = run.first or 0, -1 if part.reverse else 1
+            for layer in range(first, first + step * run.times, step) if moves else ():
+                for absolute, event in moves:
+                    tag = event.tag if absolute else f"{event.tag}#{layer + event.shift}"
+                    if event.size_bytes < 0:
+                        del alive[tag]
+                    else:
+                        alive[tag] = event._replace(tag=tag, shift=0)
+    return tuple(alive.values())
+
+
 def lay(parts: Sequence[Part], decisions: Decisions) -> dict[str, list[Event | Repeat]]:
     """Items per phase, in order."""
-    phases: dict[str, list[Event | Repeat]] = {}
+    phases: dict[str, list[Event | Repeat]] = {parts[0].phase: list(decisions.found)}
     for part, runs in zip(parts, decisions.runs, strict=True):
         items = phases.setdefault(part.phase, [])
         for run in runs:

@@ -29,7 +29,6 @@ from dpofit.memory.update import (
     end,
     first_unfused_step,
     forwarded_twice,
-    kept_gathered,
     optimizer_update,
     unbucketed_reduction,
     with_buckets,
@@ -52,7 +51,10 @@ def plan_steps(job: Job) -> Plan:
     """Work out the coordinator and the gradient buckets once for all lengths of `job`."""
     sizes = zero_sizes(job) if job.recipe.zero else None
     parts = micro_batch(job)
-    return Plan(sizes, _decide(job, sizes, parts, traced=False), _decide(job, sizes, parts, traced=True))
+    steady = _decide(job, sizes, parts, traced=True)
+    if job.recipe.gradient_accumulation > 1:  # a step is shown by its later micro-batches: in the first they're traced
+        return Plan(sizes, steady, steady)
+    return Plan(sizes, _decide(job, sizes, parts, traced=False), steady)
 
 
 def _decide(job: Job, sizes: ZeroSizes | None, parts: list[Part], traced: bool) -> Decisions:
@@ -90,7 +92,7 @@ def _reference_pass(job: Job, sizes: ZeroSizes | None) -> list[Phase]:
     stock = replace(job, recipe=replace(job.recipe, long_context=job.recipe.long_context - {"cached_reference"}))
     ids, parts = ModuleIds(OUTSIDE), reference(stock)
     laid = lay(parts, decide(parts, _engines(stock, sizes, ids, traced=False), None, ids))
-    given = [state for state in weight_states(stock) if state.tag == "reference"] if job.recipe.ref_model else []
+    given = [state for state in weight_states(stock) if state.category == "reference"] if job.recipe.ref_model else []
     loaded = allocate(given)
     return [Phase("reference_forward", 0, (*loaded, *laid["reference_forward"], *map(end, loaded)))]
 
@@ -124,7 +126,7 @@ def _optimizer_split(job: Job, sizes: ZeroSizes | None) -> tuple[list[State], li
 
 
 def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
-    items: Items = []
+    items: Items = [end(event) for event in allocate(weight_states(job)) if event.category == "load"]
     zero = job.recipe.zero
     if zero is not None and zero.stage == 0:  # initialize_optimizer_states: a first step on gradients of zero
         return [*allocate(lasting), *first_unfused_step(job)]
@@ -158,7 +160,8 @@ def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) ->
     twice, hooked = forwarded_twice(job), job.embedding_needs_grad
     parameters = _parameters(job, ids, adapters=True)
     leaves = _leaves(job, ids, parameters)
-    policy = Engine("policy", parameters, sizes.coordinator(), traced and not twice, twice, leaves, hooked)
+    later = job.recipe.gradient_accumulation > 1
+    policy = Engine("policy", parameters, sizes.coordinator(), traced and not twice, twice, leaves, later, hooked)
     found = [policy]
     if job.reference_copy:
         alone = _parameters(job, ids, adapters=False)
@@ -201,6 +204,8 @@ def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int
         if adapters and job.adapters and linear.name in job.lora_targets:
             names[f"{name}.lora_A"] = (job.recipe.lora_rank * linear.in_features,)
             names[f"{name}.lora_B"] = (job.recipe.lora_rank * linear.out_features,)
+            if job.recipe.use_dora:
+                names[f"{name}.lora_magnitude"] = (linear.out_features,)
     names |= {norm: (width,) for norm, width in model.norms}
     for layer in range(model.layers):
         for name, counts in names.items():
@@ -234,7 +239,7 @@ def _step(
         phases.append(Phase("accumulate", step, tuple(again + (zero_grad(parts) if job.zero_stage == 1 else []))))
     items: Items = []
     if job.zero_stage == 3 and sizes is not None:  # step() partitions all parameters first, stage3.py:2187
-        items += [end(event) for event in kept_gathered(laid)]
+        items += [end(event) for event in decisions.kept]
     items += optimizer_update(job, sizes, appearing)
     items += graph_ends
     items += [end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]

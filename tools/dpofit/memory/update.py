@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from dpofit.memory.head import LOGITS_GRADIENT
 from dpofit.memory.job import Job
@@ -24,9 +23,8 @@ def allocate(states: list[State]) -> list[Event]:
     events: list[Event] = []
     for state in states:
         if state.space == "host_pinned" and state.size_bytes:
-            block = math.ceil(state.size_bytes / state.blocks)
-            rounded = pinned_block_bytes(block) * state.blocks
-            events.append(Event(state.tag, rounded, state.category, state.space))
+            block = pinned_block_bytes(math.ceil(state.size_bytes / state.blocks))
+            events += [Event(f"{state.tag}.{n}", block, state.category, state.space) for n in range(state.blocks)]
         elif state.size_bytes and state.space == "gpu" and state.blocks > 1:
             block, rest = divmod(state.size_bytes, state.blocks)
             sizes = [block + (number < rest) for number in range(state.blocks)]
@@ -52,23 +50,6 @@ def forwarded_twice(job: Job) -> bool:
     """The policy's ZeRO-3 engine has more forwards a step than the one that backward follows: KTO's KL estimate, or a
     LoRA run's reference, which is the policy with its adapters off."""
     return job.zero_stage == 3 and (job.passes > 1 or (job.reference_in_step and not job.reference_copy))
-
-
-def kept_gathered(laid: Mapping[str, Items]) -> list[Event]:
-    """What a micro-batch leaves gathered until engine.step releases everything: overlay._hooks says why."""
-    alive: dict[str, Event] = {}
-    for items in laid.values():
-        for item in items:
-            events = (item,) if isinstance(item, Event) else item.events
-            moves = [event for event in events if event.category == "gathered"]
-            for index in item.indices() if moves and isinstance(item, Repeat) else (None,):
-                for event in moves:
-                    tag = event.tag if index is None else f"{event.tag}#{index + event.shift}"
-                    if event.size_bytes < 0:
-                        del alive[tag]
-                    else:
-                        alive[tag] = event._replace(tag=tag, shift=0)
-    return list(alive.values())
 
 
 def buckets_of_backward(job: Job, sizes: ZeroSizes | None) -> list[Event]:

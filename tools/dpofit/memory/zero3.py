@@ -83,8 +83,10 @@ def coordinate(
     parameters: Mapping[int, tuple[int, ...]],
     config: CoordinatorConfig,
     leaves: Leaves = NO_LEAVES,
+    found: frozenset[int] = frozenset(),
 ) -> list[tuple[Action, ...]]:
     """What each hook of a steady step does; a hook is (fetch before a forward or backward, else release; module).
+    `found`: modules gathered before the first.
 
     Parameters of one module are gathered and released together, so a module stands for its non-persistent ones; only
     those of a leaf module are prefetched apart.
@@ -100,7 +102,7 @@ def coordinate(
         if member in totals
     )
     passed, uses = _traversal(fetches, totals)
-    available: set[int] = set()
+    available = set(found)
     inflight: dict[int, tuple[int, ...]] = {}
     last_fetched_for: dict[int, int] = {}
     live = step_id = 0
@@ -171,6 +173,14 @@ def _gathered(members: Sequence[int], sizes: Mapping[int, int]) -> list[Action]:
     return [flat, *arrive, flat._replace(appears=False)]
 
 
+def left_gathered(actions: Sequence[tuple[Action, ...]]) -> frozenset[int]:
+    """Modules that are gathered and not released."""
+    left: set[int] = set()
+    for action in (action for done in actions for action in done if not action.flat):
+        (left.add if action.appears else left.discard)(action.module)
+    return frozenset(left)
+
+
 def _traversal(fetches: Sequence[int], totals: Mapping[int, int]) -> tuple[list[int], dict[int, list[int]]]:
     """Elements passed before each fetch, and the fetches of each module. What is inside leaves is not looked into."""
     passed: list[int] = []
@@ -209,12 +219,15 @@ def _reused(uses: Sequence[int], passed: Sequence[int], step_id: int, distance: 
 
 
 def untraced(
-    hooks: Sequence[tuple[bool, int]], sizes: Mapping[int, int], leaves: Leaves = NO_LEAVES
+    hooks: Sequence[tuple[bool, int]],
+    sizes: Mapping[int, int],
+    leaves: Leaves = NO_LEAVES,
+    found: frozenset[int] = frozenset(),
 ) -> list[tuple[Action, ...]]:
     """A step without a complete trace: no prefetch, release at once. That is the first step, and every step of a LoRA
     run whose reference is the same module with adapters off, since the two forwards undo the trace. `sizes`: elements
     of each module that move."""
-    available: set[int] = set()
+    available = set(found)
     actions: list[tuple[Action, ...]] = []
     for fetch, module in hooks:
         moving = [m for m in leaves.members.get(module, (module,)) if sizes.get(m, 0) and fetch != (m in available)]
