@@ -30,6 +30,7 @@ from dpofit.memory.update import (
     first_unfused_step,
     forwarded_twice,
     optimizer_update,
+    partition_buffer,
     unbucketed_reduction,
     with_buckets,
     zero_grad,
@@ -222,27 +223,33 @@ def _step(
     laid = lay(parts, decisions)
     graph_ends = laid.pop("optimizer_step", [])
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
-    buffers = buckets_of_backward(job, sizes)
+    accumulates = job.recipe.gradient_accumulation > 1
     gradients_stay = job.zero_stage < 2
+    buckets, partition = buckets_of_backward(job, sizes), partition_buffer(job)
+    # the partition's buffer comes with the first reduction, at the end when one bucket takes all
     one_bucket = sizes is not None and job.trained_parameters <= sizes.reduce_bucket
-    backward = with_buckets(laid["backward"], buffers, one_bucket)
-    if job.recipe.gradient_accumulation > 1 and gradients_stay:  # only the last micro-batch's graph meets the step
-        backward += graph_ends
-        graph_ends = []
+    early, late = ([], partition) if one_bucket else (partition, [])
+    backward, again = laid["backward"], _accumulate(parts) if accumulates and gradients_stay else []
+    if again:  # below ZeRO-2 gradients are reduced once, when all are there, whole: two micro-batches are shown
+        backward = [*with_buckets(backward, buckets, [], []), *graph_ends]
+        again = with_buckets(again, early, late, buckets)
+        graph_ends = []  # only the last micro-batch's graph meets the step
+    else:
+        backward = with_buckets(backward, [*buckets, *early], late, buckets)
+    reduced = again or backward
     if job.recipe.zero is not None and job.zero_stage == 0:
-        backward += unbucketed_reduction(job)
-    if job.zero_stage == 1 and job.recipe.gradient_accumulation == 1:
-        backward += zero_grad(parts)  # independent_gradient_partition_epilogue lets go of what it has copied
+        reduced += unbucketed_reduction(job)
+    if job.zero_stage == 1:
+        reduced += zero_grad(parts)  # independent_gradient_partition_epilogue lets go of what it has copied
     phases.append(Phase("backward", step, tuple(backward)))
-    if job.recipe.gradient_accumulation > 1 and gradients_stay:
-        again = _accumulate(parts)
-        phases.append(Phase("accumulate", step, tuple(again + (zero_grad(parts) if job.zero_stage == 1 else []))))
+    if again:
+        phases.append(Phase("accumulate", step, tuple(again)))
     items: Items = []
     if job.zero_stage == 3 and sizes is not None:  # step() partitions all parameters first, stage3.py:2187
         items += [end(event) for event in decisions.kept]
     items += optimizer_update(job, sizes, appearing)
     items += graph_ends
-    items += [end(buffer) for buffer in buffers if buffer.tag != "ipg_buckets"]
+    items += map(end, partition)
     if job.zero_stage == 0:
         items += zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))

@@ -53,22 +53,23 @@ def forwarded_twice(job: Job) -> bool:
 
 
 def buckets_of_backward(job: Job, sizes: ZeroSizes | None) -> list[Event]:
-    """What ZeRO-1/2 allocate in each backward: reduce buckets, two when they overlap, whole however little is trained
-    (stage_1_and_2.py:2230-2253), and this rank's averaged gradients unless they go to the host (1447-1476)."""
+    """Reduce buckets, which ZeRO-1/2 allocate in each backward, two when they overlap, whole however little is trained
+    (stage_1_and_2.py:2230-2253)."""
     if job.zero_stage not in (1, 2) or sizes is None:
         return []
-    buckets = sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1)
-    found = [Event("ipg_buckets", buckets * BF16, "buckets")]
-    if job.zero.offload_optimizer == "none":
-        found.append(Event("grads_in_partition", partition_gradients(job) * BF16, "gradients"))
-    return found
+    return [Event("ipg_buckets", sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1) * BF16, "buckets")]
 
 
-def with_buckets(backward: Items, buffers: list[Event], one_bucket: bool) -> Items:
-    """Buckets appear when the gradient reaches the engine's output, the bf16 logits (engine.py:2236-2243), and go in
-    backward's epilogue; the partition's buffer comes with the first reduction, at the end when one bucket takes all."""
-    buckets = [buffer for buffer in buffers if buffer.tag == "ipg_buckets"]
-    partition = [buffer for buffer in buffers if buffer.tag != "ipg_buckets"]
+def partition_buffer(job: Job) -> list[Event]:
+    """This rank's averaged gradients under ZeRO-1/2, unless they go to the host (stage_1_and_2.py:1447-1476)."""
+    if job.zero_stage not in (1, 2) or job.zero.offload_optimizer != "none":
+        return []
+    return [Event("grads_in_partition", partition_gradients(job) * BF16, "gradients")]
+
+
+def with_buckets(backward: Items, early: list[Event], late: list[Event], gone: list[Event]) -> Items:
+    """Backward with what appears when the gradient reaches the engine's output, the bf16 logits (engine.py:2236-2243),
+    and what appears and goes in backward's epilogue."""
     at = 0
     for index, item in enumerate(backward):
         if at and isinstance(item, Event) and item.size_bytes < 0:  # the fp32 gradient it was cast from has gone
@@ -76,8 +77,7 @@ def with_buckets(backward: Items, buffers: list[Event], one_bucket: bool) -> Ite
             break
         if isinstance(item, Event) and item.tag == LOGITS_GRADIENT:
             at = index + 1
-    early, late = ([], partition) if one_bucket else (partition, [])
-    return [*backward[:at], *buckets, *early, *backward[at:], *late, *map(end, buckets)]
+    return [*backward[:at], *early, *backward[at:], *late, *map(end, gone)]
 
 
 def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -> Items:
