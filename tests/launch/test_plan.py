@@ -16,7 +16,7 @@ from dpofit.launch.output_dir import output_dir_problems, record
 from dpofit.launch.plan import torchrun_command
 from dpofit.launch.topology import Topology
 from dpofit.recipe.load import load_recipe
-from tests.launch.runs import dpofit, environment
+from tests.launch.runs import dpofit, environment, write_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -190,8 +190,18 @@ def test_without_gpus_the_forecast_is_for_the_cluster_that_a_copied_recipe_is_wr
         dpofit("launch", folder, "--dry-run", cwd=tmp_path, env=plain(CUDA_VISIBLE_DEVICES="", **more)).stdout
         for more in ({}, {"NNODES": "8", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     )
-    assert "; 4 x 8 h200-141g, rows of 9,216 tokens" in here
-    assert "; 8 x 8 h200-141g, rows of 9,216 tokens" in eight
+    said = "h200-141g (assumed: the recipe is written for it), rows of 9,216 tokens"
+    assert f"; 4 x 8 {said}" in here
+    assert f"; 8 x 8 {said}" in eight
+    assert here.startswith("# no GPU here; one node, 8 processes (assumed where NNODES and NPROC_PER_NODE say nothing)")
+
+
+def test_without_gpus_and_without_a_card_command_and_forecast_assume_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    recipe = write_run(tmp_path / "run", tiny_model)
+    env = plain(CUDA_VISIBLE_DEVICES="", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", NPROC_PER_NODE="4")
+    said = dpofit("launch", recipe, "--dry-run", cwd=tmp_path, env=env).stdout
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 4" in said
+    assert "; 2 x 4 a100-80g (assumed: no GPU here, and no card says what the recipe is written for), rows of" in said
 
 
 def test_long_context_pieces_reach_the_ranks_and_the_schedulers_file(tmp_path: Path) -> None:

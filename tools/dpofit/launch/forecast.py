@@ -33,18 +33,22 @@ def forecast(
     written: WrittenFor | None,
     calibration: Path | None = None,
 ) -> Forecast:
-    """Predict the job on `topology`: with this machine's cards if it trains `here`, else with those the recipe, or the
-    one it was copied from, is `written` for, on its nodes unless more were named."""
+    """Predict the job on `topology`: with this machine's cards if it trains `here`, else on an assumed cluster: the one
+    that the recipe, or the one it was copied from, is `written` for, with the nodes that were named."""
     from dpofit.memory.notes import calibration_note
     from dpofit.memory.predict import predict
     from dpofit.plan import JobFlags, plan_job
 
-    flags = JobFlags()
+    basis = ""
     if here:
-        flags = JobFlags(gpu="auto", nodes=topology.nodes, gpus_per_node=topology.processes, host_ram="auto")
+        flags = JobFlags("auto", topology.nodes, topology.processes, "auto")
     elif written is not None:
         nodes = topology.nodes if topology.nodes > 1 else written.nodes
         flags = JobFlags(written.gpu, nodes, topology.processes, written.host_ram)
+        basis = " (assumed: the recipe is written for it)"
+    else:
+        flags = JobFlags(nodes=topology.nodes, gpus_per_node=topology.processes)
+        basis = " (assumed: no GPU here, and no card says what the recipe is written for)"
     flags = replace(flags, long_context=spelled(long_context), calibration=calibration)
     try:
         planned = plan_job(reference, overrides, flags)
@@ -55,7 +59,7 @@ def forecast(
     text = (
         f"{prediction.verdict}: {format_gib(gpu.peak_bytes)} of {format_gib(gpu.capacity_bytes)} a GPU, "
         f"{format_gib(host.peak_bytes)} of host memory a node; {cluster.nodes} x {cluster.gpus_per_node} "
-        f"{cluster.gpu.name}, rows of {planned.job.row_tokens:,} tokens"
+        f"{cluster.gpu.name}{basis}, rows of {planned.job.row_tokens:,} tokens"
     )
     if note := calibration_note(planned.job):
         text += f"; {note.id}: {note.text}"

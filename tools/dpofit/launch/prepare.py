@@ -36,6 +36,7 @@ class Prepared:
     forecast: Forecast
     findings: tuple[Finding, ...]
     accelerate: str | None
+    here: bool  # whether this machine could run it: its GPUs, or CPU ranks
 
     @property
     def stops(self) -> list[str]:
@@ -46,7 +47,10 @@ class Prepared:
     def topology_text(self) -> str:
         t = self.topology
         nodes = f"node {t.node_rank} of {t.nodes}" if t.nodes > 1 else "one node"
-        return f"{nodes}, {t.processes} process{'es' * (t.processes > 1)} here ({t.source})"
+        processes = f"{t.processes} process{'es' * (t.processes > 1)}"
+        if not self.here:
+            return f"no GPU here; {nodes}, {processes} (assumed where NNODES and NPROC_PER_NODE say nothing)"
+        return f"{nodes}, {processes} here ({t.source})"
 
     def settle_output_dir(self, force: bool) -> None:
         """Refuse an output_dir of another recipe, else leave this recipe's record in it."""
@@ -119,7 +123,7 @@ def prepare(
         raise BadInput(Problem(str(state), None, f"a run is going on here (pid {other.pid})", right))
     findings = () if dry_run else _findings(found, topology, predicted, gpus=not cpu_ranks, terminal=not detach)
     accelerate = accelerate_command(topology, source, overrides) if torchrun and not topology.elastic else None
-    return Prepared(found, topology, plan, predicted, findings, accelerate)
+    return Prepared(found, topology, plan, predicted, findings, accelerate, bool(gpus or cpu_ranks))
 
 
 def smoke_ranks(found: ReadRecipe, environment: Mapping[str, str]) -> tuple[int, int]:
