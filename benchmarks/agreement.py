@@ -120,6 +120,7 @@ def knobs(model: str, finetuning: str) -> Iterator[Point]:
         if finetuning == "lora":
             yield Point(model, finetuning=finetuning, zero=zero, recipe=(("ref_model", "another"),))
     for bits in (4, 8):
+            yield Point(model, finetuning=finetuning, zero=zero, recipe=(("use_dora", True),))
         quantized = (("ref_model", "another"), ("ref_model_quantization_bit", bits))
         yield Point(model, finetuning=finetuning, recipe=quantized)
     if finetuning == "full":

@@ -38,6 +38,14 @@ POINTS = {
             ("upcast_lmhead_output", True),
         ),
     },
+    "DoRA, Liger": {
+        "model": "meta-llama/Llama-3.1-8B",
+        "finetuning": "lora",
+        "stage": "sft",
+        "liger": True,
+        "recipe": (("use_dora", True),),
+    },
+    "DoRA, ZeRO-3": {"finetuning": "lora", "stage": "sft", "zero": "z3", "recipe": (("use_dora", True),)},
     "adapters, tables beside them": {
         "finetuning": "lora",
         "recipe": (("additional_target", ("embed_tokens", "lm_head")),),

@@ -117,10 +117,10 @@ def test_what_cannot_be_traced_is_refused_by_name_all_at_once(job):
     from dpofit.errors import BadInput
     from dpofit.trace.job import trace_job
 
-    odd = replace(job, recipe=replace(job.recipe, optim="paged_adamw_8bit", fp16=True, bf16=False, use_dora=True))
+    odd = replace(job, recipe=replace(job.recipe, optim="paged_adamw_8bit", fp16=True, bf16=False, use_unsloth=True))
     with pytest.raises(BadInput) as refused:
         trace_job(odd)
-    assert {problem.key for problem in refused.value.problems} == {"optim", "fp16", "use_dora"}
+    assert {problem.key for problem in refused.value.problems} == {"optim", "fp16", "use_unsloth"}
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])

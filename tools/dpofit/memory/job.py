@@ -195,11 +195,11 @@ class Job:
 
     @property
     def lora_parameters_per_layer(self) -> int:
-        return sum(
-            self.recipe.lora_rank * (linear.in_features + linear.out_features)
-            for linear in self.model.linears
-            if linear.name in self.lora_targets
-        )
+        """Two matrices at each target; DoRA's magnitudes too, one for each output."""
+        targets = [linear for linear in self.model.linears if linear.name in self.lora_targets]
+        magnitudes = sum(linear.out_features for linear in targets) if self.recipe.use_dora else 0
+        matrices = sum(self.recipe.lora_rank * (linear.in_features + linear.out_features) for linear in targets)
+        return matrices + magnitudes
 
     @property
     def trained_parameters(self) -> int:
@@ -281,7 +281,7 @@ class Job:
         lora = None
         if trained and self.adapters:
             dropout = self.recipe.lora_dropout > 0 and not self.preference  # dpo/trainer.py disables dropout
-            lora = Lora(self.recipe.lora_rank, self.lora_targets, self.trained_bytes, dropout)
+            lora = Lora(self.recipe.lora_rank, self.lora_targets, self.trained_bytes, dropout, self.recipe.use_dora)
         return LayerSpec(
             model=self.model,
             rows=rows,

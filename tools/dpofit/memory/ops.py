@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dpofit.memory.dora import DoraLinear
 from dpofit.memory.quantized import quantized_linear
 from dpofit.memory.spec import BF16, FP32, LayerSpec, Lora
 from dpofit.memory.tape import Storage, Tape, Value
@@ -25,7 +26,7 @@ class Ops:
         """F.linear of a base module, with its adapter when it is a target."""
         spec, lora = self.spec, self.spec.lora
         if lora is not None and spec.lora_active and linear.name.rpartition(".")[2] in lora.targets:
-            return self._lora_linear(x, linear, lora)
+            return DoraLinear(self, linear, lora).forward(x) if lora.dora else self._lora_linear(x, linear, lora)
         return self._frozen_or_trained(x, linear)
 
     def _frozen_or_trained(self, x: Value, linear: Linear) -> Value:
@@ -33,8 +34,10 @@ class Ops:
             return quantized_linear(self.spec, self.tape, x, linear, self.spec.quantization)
         return self.base_linear(x, linear)
 
-    def base_linear(self, x: Value, linear: Linear, on_weight_gradient: Callable[[], None] | None = None) -> Value:
-        """A module's own weight, its bias too. `on_weight_gradient` takes the place of handing the gradient over."""
+    def base_linear(
+        self, x: Value, linear: Linear, on_weight_gradient: Callable[[Storage], None] | None = None
+    ) -> Value:
+        """A module's own weight, its bias too. `on_weight_gradient` takes the gradient, which else is handed over."""
         spec, tape = self.spec, self.tape
         trained = linear.name in spec.trained
         weight_count = linear.in_features * linear.out_features
@@ -44,7 +47,17 @@ class Ops:
         if x.storage.size_bytes == inputs * FP32:
             # autocast casts the fp32 activation anew for every linear; the copy is what backward saves
             cast = tape.new(f"{linear.name}.cast", inputs * BF16, "activations")
-        weight_cast = self._weight_cast(linear.name, weight_count) if spec.wide(linear.name) else None
+        weight_cast = self.weight_cast(linear.name, weight_count) if spec.wide(linear.name) else None
+        wide_weight = Value(weight_cast, trained) if weight_cast is not None else None
+
+        def handed(gradient: Storage) -> None:
+            if on_weight_gradient is not None:
+                on_weight_gradient(gradient)
+            else:
+                tape.weight_gradient(gradient, linear.name, weight_count)
+
+        if wide_weight is not None:  # a node of its own: when it runs, what the product saved has gone
+            tape.node(wide_weight, [], lambda _: handed(tape.new("wide_grad", weight_count * FP32, "gradients")))
         out = tape.new(f"{linear.name}.out", spec.tokens * linear.out_features * BF16, "activations")
         y = Value(out, x.needs_grad or trained)
         source = cast or x.storage
@@ -54,10 +67,12 @@ class Ops:
             if x.needs_grad:
                 gradient = tape.new(f"{linear.name}.grad_in", inputs * BF16, "activation_grads")
                 gradient.view = True
-            if trained and on_weight_gradient is not None:
-                on_weight_gradient()
-            elif trained:
-                self.weight_gradient(linear.name, weight_count)
+            if trained:
+                narrow = tape.new("new_grad", weight_count * BF16, "gradients")
+                if wide_weight is None:
+                    handed(narrow)
+                else:
+                    tape.give(wide_weight, narrow)
                 if linear.bias:
                     self.weight_gradient(f"{linear.name}.bias", linear.out_features)
             if gradient is not None:
@@ -70,16 +85,16 @@ class Ops:
         saved = [source] if trained or spec.linears_save_inputs else []
         tape.node(y, [*saved, weight_cast] if weight_cast is not None else saved, backward, linear.name)
         tape.drop(cast)
-        self._keep_weight_casts(weight_cast)
+        self.keep_weight_casts(weight_cast)
         tape.mark("post", linear.name)
         return y
 
-    def _weight_cast(self, module: str, elements: int) -> Storage:
+    def weight_cast(self, module: str, elements: int) -> Storage:
         """Autocast casts an fp32 weight once and keeps the copy to the end of the forward (autocast_mode.cpp)."""
         size_bytes = 0 if self.tape.casts_cached else elements * BF16
         return self.tape.new(f"{module}.weight_cast", size_bytes, "autocast_cache")
 
-    def _keep_weight_casts(self, *casts: Storage | None) -> None:
+    def keep_weight_casts(self, *casts: Storage | None) -> None:
         for cast in casts:
             if cast is not None and self.tape.weight_casts is not None:
                 self.tape.weight_casts.append(cast)
@@ -110,8 +125,8 @@ class Ops:
             mask = tape.new(f"{name}.lora_mask", inputs, "activations")
         casts: list[Storage] = []
         if lora.adapter_bytes == FP32 and spec.autocast:
-            casts = [self._weight_cast(f"{name}.lora_A", lora.rank * linear.in_features),
-                     self._weight_cast(f"{name}.lora_B", lora.rank * linear.out_features)]  # fmt: skip
+            casts = [self.weight_cast(f"{name}.lora_A", lora.rank * linear.in_features),
+                     self.weight_cast(f"{name}.lora_B", lora.rank * linear.out_features)]  # fmt: skip
         tape.mark("pre", f"{name}.lora_A")
         a = tape.new(f"{name}.lora_a", spec.tokens * lora.rank * width, "activations")
         tape.mark("post", f"{name}.lora_A")
@@ -145,11 +160,11 @@ class Ops:
             tape.drop(total_grad)
             tape.mark("pre_backward", f"{name}.lora_B")
             a_grad = tape.new(f"{name}.grad_a", spec.tokens * lora.rank * width, "activation_grads")
-            self._adapter_gradient(f"{name}.lora_B", lora.rank * linear.out_features, lora)
+            self.adapter_gradient(f"{name}.lora_B", lora.rank * linear.out_features, lora)
             tape.mark("post_backward", f"{name}.lora_B")
             tape.drop(scaled_grad)
             tape.mark("pre_backward", f"{name}.lora_A")
-            self._adapter_gradient(f"{name}.lora_A", lora.rank * linear.in_features, lora)
+            self.adapter_gradient(f"{name}.lora_A", lora.rank * linear.in_features, lora)
             if x.needs_grad:
                 low = tape.new(f"{name}.grad_lora_in", inputs * width, "activation_grads")
                 if dropped is None:
@@ -171,13 +186,13 @@ class Ops:
 
         saved = [a] if dropped is None else [mask, dropped, a]  # backward itself lets go of the input
         tape.node(y, saved + casts, backward)
-        self._keep_weight_casts(*casts)
+        self.keep_weight_casts(*casts)
         tape.drop(saved_in if tape.grad and dropped is not None else None, a, dropped)
         if lora.dropout:
             tape.drop(mask)
         return y
 
-    def _adapter_gradient(self, module: str, elements: int, lora: Lora) -> None:
+    def adapter_gradient(self, module: str, elements: int, lora: Lora) -> None:
         computed_wide = lora.adapter_bytes == FP32 and not self.spec.autocast
         self.weight_gradient(module, elements, lora.adapter_bytes, computed_wide)
 

@@ -101,7 +101,11 @@ def _gaps(recipe: Recipe, model: ModelShape) -> list[tuple[str, str, str]]:
             recipe.eval_micro_batch > LARGEST, f"a batch of {recipe.eval_micro_batch:,}",
             f"Modelled: up to {LARGEST:,}"),
         "lora_rank": (recipe.lora_rank > LARGEST, f"rank {recipe.lora_rank:,}", f"Modelled: up to {LARGEST:,}"),
-        "use_dora": (recipe.use_dora, "DoRA", "Modelled: LoRA, rsLoRA and PiSSA"),
+        "use_dora": (
+            recipe.use_dora and (recipe.quantization_bit is not None or (
+                recipe.lora_dropout > 0 and recipe.stage not in ("dpo", "kto"))),
+            "DoRA on a quantized base" if recipe.quantization_bit else "DoRA with dropout",
+            "Modelled: DoRA on a 16-bit base, without lora_dropout where it is in force"),
         "additional_target": (
             bool(set(recipe.additional_target) - BESIDE_ADAPTERS) or (
                 bool(recipe.additional_target) and zero is None and recipe.pure_bf16),

@@ -20,6 +20,7 @@ class Lora:
     targets: frozenset[str]
     adapter_bytes: int
     dropout: bool = False
+    dora: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ def trained_tensors(job: Job) -> list[Tensor]:
         if linear.name in job.lora_targets:
             found.append(Tensor("adapter", (rank, linear.in_features), layers, f"{linear.name}.lora_A"))
             found.append(Tensor("adapter", (linear.out_features, rank), layers, f"{linear.name}.lora_B"))
+            if job.recipe.use_dora:
+                found.append(Tensor("adapter", (linear.out_features,), layers, f"{linear.name}.lora_magnitude"))
     return found
 
 

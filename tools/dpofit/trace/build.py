@@ -133,6 +133,7 @@ def arguments(request: TraceRequest) -> tuple[Any, Any]:
         freeze_extra_modules=",".join(request.freeze_extra) or None,
         lora_rank=request.lora_rank,
         lora_target=",".join(request.lora_target),
+        use_dora=request.use_dora,
         additional_target=",".join(request.additional_target) or None,
         pure_bf16=request.precision == "pure_bf16",
     )

@@ -71,6 +71,7 @@ def request_of(job: Job) -> TraceRequest:
         lora_target=recipe.lora_target,
         additional_target=recipe.additional_target,
         precision="deepspeed" if recipe.zero else "autocast" if job.autocast else "pure_bf16",
+        use_dora=recipe.use_dora,
         checkpointing=_checkpointing(recipe),
         liger=recipe.liger,
         attention=_ATTENTION[recipe.flash_attn],
@@ -121,7 +122,6 @@ def _unsupported(job: Job) -> list[Problem]:
         (recipe.flash_attn not in _ATTENTION, "flash_attn", recipe.flash_attn, ", ".join(_ATTENTION)),
         (recipe.fp16, "fp16", True, "bf16 or pure_bf16"),
         (recipe.use_unsloth, "use_unsloth", True, "false"),
-        (recipe.use_dora, "use_dora", True, "false"),
         (recipe.lora_dropout != 0 and recipe.stage == "sft", "lora_dropout", recipe.lora_dropout, "0"),
     ]
     return [Problem(where, key, f"{wrong} can't be traced", f"use {right}") for bad, key, wrong, right in checks if bad]

@@ -45,6 +45,7 @@ class TraceRequest:
     freeze_extra: tuple[str, ...] = ()
     lora_rank: int = 8
     lora_target: tuple[str, ...] = ("all",)
+    use_dora: bool = False
     additional_target: tuple[str, ...] = ()
     precision: Precision = "deepspeed"
     checkpointing: Checkpointing = "reentrant"
