@@ -20,6 +20,7 @@ from dpofit.hardware.cluster import Cluster
 from dpofit.hardware.gpus import find_gpu
 from dpofit.memory.job import Job, Lengths, Stack
 from dpofit.memory.meter import Peak, phase_peaks
+from dpofit.memory.partition import fullest_ranks
 from dpofit.memory.predict import predict
 from dpofit.models.known import find_model
 from dpofit.recipe.recipe import Recipe, ZeroConfig
@@ -119,8 +120,8 @@ def knobs(model: str, finetuning: str) -> Iterator[Point]:
                 yield Point(model, finetuning=finetuning, zero=zero, recipe=(("additional_target", names),))
         if finetuning == "lora":
             yield Point(model, finetuning=finetuning, zero=zero, recipe=(("ref_model", "another"),))
-    for bits in (4, 8):
             yield Point(model, finetuning=finetuning, zero=zero, recipe=(("use_dora", True),))
+    for bits in (4, 8):
         quantized = (("ref_model", "another"), ("ref_model_quantization_bit", bits))
         yield Point(model, finetuning=finetuning, recipe=quantized)
     if finetuning == "full":
@@ -150,7 +151,11 @@ def compare(point: Point) -> dict[str, Any]:
     start = time.perf_counter()
     predicted = {name: peak.size_bytes for name, peak in predict(job).gpu.phases.items() if name in COMPARED}
     middle = time.perf_counter()
-    traced = _steady(phase_peaks(trace_job(job), frozenset({"gpu"})), apart="accumulate" in predicted)
+    traced: dict[str, int] = {}
+    for rank in fullest_ranks(job):  # the closed form is of the rank that needs most, at each moment
+        peaks = phase_peaks(trace_job(job, rank), frozenset({"gpu"}))
+        for phase, size_bytes in _steady(peaks, apart="accumulate" in predicted).items():
+            traced[phase] = max(size_bytes, traced.get(phase, 0))
     return {
         "point": fields_of(point),
         "predicted_bytes": predicted,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dpofit.memory.part import Part
 from dpofit.memory.program import Event, Repeat
-from dpofit.memory.spec import BF16
+from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.tape import Mark
 from dpofit.memory.zero3 import (
     LAYER_STRIDE,
@@ -29,6 +29,8 @@ from dpofit.memory.zero3 import (
     untraced,
 )
 
+# Bytes an element of looking for overflow (stage_1_and_2.py _has_inf_or_nan): fp32, three masks, fp32 again
+CHECK = FP32 + 3 + FP32
 FETCHES = ("pre", "pre_backward")
 NOBODY = LAYER_STRIDE - 1  # a module without parameters
 OUTSIDE = frozenset({"embed_tokens", "norm", "lm_head"})
@@ -50,9 +52,9 @@ class Engine:
 
 class Effect(NamedTuple):
     """One change of a storage at a mark. `where` is the module, relative to the layer the mark stands in when both lie
-    inside the stack (`absolute` False). A `copy` comes and goes."""
+    inside the stack (`absolute` False). A `copy` and a `check` come and go."""
 
-    kind: str  # gather, flat, grad, copy
+    kind: str  # gather, flat, grad, copy, check
     size_bytes: int
     where: int
     absolute: bool
@@ -61,17 +63,18 @@ class Effect(NamedTuple):
 @dataclass(slots=True)
 class Reducer:
     """The gradient bucket of ZeRO-2 and 3: small gradients are copied into the buffer, one larger than the bucket
-    keeps its own storage until the next gradient flushes it."""
+    keeps its own storage until the next gradient flushes it. `checks`: gradients are looked through for overflow."""
 
     bucket_elements: int
     world_size: int
+    checks: bool = False
     filled: int = 0
     waiting: list[tuple[int, int]] = field(default_factory=list)  # (module, bytes) still in their own storage
     tensors: list[int] = field(default_factory=list)  # elements of each gradient in the bucket
 
-    def add(self, module: int, elements: int, size_bytes: int) -> list[tuple[int | None, int]]:
-        """(module, bytes): that gradient is freed; (None, bytes): a copy of the bucket comes and goes."""
-        done: list[tuple[int | None, int]] = []
+    def add(self, module: int, elements: int, size_bytes: int) -> list[tuple[int | str, int]]:
+        """(module, bytes): that gradient is freed; a copy of the bucket or a check come and go."""
+        done: list[tuple[int | str, int]] = []
         if self.filled and self.filled + elements > self.bucket_elements:
             done += self.flush()
         if self.filled + elements <= self.bucket_elements:
@@ -90,11 +93,13 @@ class Reducer:
         """The same layer again, one further: what waits now belongs to the next layer."""
         self.waiting = [(module + distance, size) for module, size in self.waiting]
 
-    def flush(self) -> list[tuple[int | None, int]]:
+    def flush(self) -> list[tuple[int | str, int]]:
         """reduce_scatter_coalesced copies unless one tensor divides evenly; then the gradients go."""
-        done: list[tuple[int | None, int]] = []
+        done: list[tuple[int | str, int]] = []
         if self.tensors and not (len(self.tensors) == 1 and self.tensors[0] % self.world_size == 0):
-            done.append((None, self.filled * BF16))
+            done.append(("copy", self.filled * BF16))
+        if self.tensors and self.checks:
+            done.append(("check", max(self.tensors) * CHECK))
         done += self.waiting
         self.waiting, self.tensors, self.filled = [], [], 0
         return done
@@ -254,9 +259,12 @@ def _moved(action: Action, base: int) -> Effect:
     return _effect("flat" if action.flat else "gather", size_bytes, action.module, base)
 
 
-def _reduced(done: Sequence[tuple[int | None, int]], base: int) -> Iterator[Effect]:
-    for module, size_bytes in done:
-        yield Effect("copy", size_bytes, 0, False) if module is None else _effect("grad", -size_bytes, module, base)
+def _reduced(done: Sequence[tuple[int | str, int]], base: int) -> Iterator[Effect]:
+    for what, size_bytes in done:
+        if isinstance(what, str):
+            yield Effect(what, size_bytes, 0, False)
+        else:
+            yield _effect("grad", -size_bytes, what, base)
 
 
 def _effect(kind: str, size_bytes: int, module: int, base: int) -> Effect:
@@ -326,8 +334,9 @@ _CATEGORY = {"gather": "gathered", "flat": "gathered", "grad": "gradients"}
 
 
 def _events(effect: Effect, engine: str, decisions: Decisions) -> list[Event]:
-    if effect.kind == "copy":
-        copy = Event("reduce_copy", effect.size_bytes, "buckets", "gpu", "reduce" if decisions.overlap else "compute")
+    if effect.kind in ("copy", "check"):
+        tag, category = ("reduce_copy", "buckets") if effect.kind == "copy" else ("overflow", "optimizer_workspace")
+        copy = Event(tag, effect.size_bytes, category, "gpu", "reduce" if decisions.overlap else "compute")
         return [copy, copy._replace(size_bytes=-copy.size_bytes)]
     name = decisions.ids.name(effect.where)
     tag = f"grad.{name}" if effect.kind == "grad" else f"{engine}.{effect.kind}.{name}"

@@ -10,6 +10,7 @@ from dpofit.memory.frozen_parts import KL, reference
 from dpofit.memory.job import Job
 from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, decide, lay
 from dpofit.memory.part import Part
+from dpofit.memory.partition import partition_gradients
 from dpofit.memory.parts import evaluation, micro_batch
 from dpofit.memory.program import Event, Phase, Program
 from dpofit.memory.spec import BF16, FP32
@@ -30,7 +31,6 @@ from dpofit.memory.update import (
     first_unfused_step,
     forwarded_twice,
     optimizer_update,
-    partition_buffer,
     unbucketed_reduction,
     with_buckets,
     zero_grad,
@@ -60,7 +60,10 @@ def plan_steps(job: Job) -> Plan:
 
 def _decide(job: Job, sizes: ZeroSizes | None, parts: list[Part], traced: bool) -> Decisions:
     ids = ModuleIds(OUTSIDE)
-    reducer = Reducer(sizes.reduce_bucket, job.world_size) if sizes is not None and job.zero_stage >= 2 else None
+    # ZeRO-2 looks through the gradients of its partition as they go to the host (stage_1_and_2.py:1431-1437). Every
+    # tensor lies in some rank's: what is shown at each is the rank that has it.
+    checks = job.zero_stage == 2 and job.zero.offload_optimizer == "cpu"
+    reducer = Reducer(sizes.reduce_bucket, job.world_size, checks) if sizes and job.zero_stage >= 2 else None
     return decide(parts, _engines(job, sizes, ids, traced), reducer, ids, job.zero_stage > 0 and job.zero.overlap_comm)
 
 
@@ -225,15 +228,22 @@ def _step(
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
     accumulates = job.recipe.gradient_accumulation > 1
     gradients_stay = job.zero_stage < 2
-    buckets, partition = buckets_of_backward(job, sizes), partition_buffer(job)
+    buckets, partition = buckets_of_backward(job, sizes), partition_gradients(job)
     # the partition's buffer comes with the first reduction, at the end when one bucket takes all
     one_bucket = sizes is not None and job.trained_parameters <= sizes.reduce_bucket
-    early, late = ([], partition) if one_bucket else (partition, [])
+    early, late = ([], partition) if one_bucket else (partition[:1], partition[1:])
     backward, again = laid["backward"], _accumulate(parts) if accumulates and gradients_stay else []
     if again:  # below ZeRO-2 gradients are reduced once, when all are there, whole: two micro-batches are shown
         backward = [*with_buckets(backward, buckets, [], []), *graph_ends]
         again = with_buckets(again, early, late, buckets)
         graph_ends = []  # only the last micro-batch's graph meets the step
+    elif accumulates:  # ZeRO-2 adds each to the first one's
+        first = [event._replace(tag=f"first.{event.tag}") for event in partition]
+        phases = [
+            replace(phase, items=(*first, *phase.items)) if phase.name == "forward" else phase for phase in phases
+        ]
+        backward = with_buckets(backward, [*buckets, *early], late, [*buckets, *partition])
+        partition = first
     else:
         backward = with_buckets(backward, [*buckets, *early], late, buckets)
     reduced = again or backward

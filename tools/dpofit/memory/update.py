@@ -7,13 +7,15 @@ import math
 from dpofit.memory.head import LOGITS_GRADIENT
 from dpofit.memory.job import Job
 from dpofit.memory.optimizers import copies_of_all, update_of
+from dpofit.memory.overlay import CHECK
 from dpofit.memory.part import Part
+from dpofit.memory.partition import FLOAT64, partition_bytes
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.states import State, flat_weights
 from dpofit.memory.tape import Mark
-from dpofit.memory.tensors import Tensor, largest_tensor, partition_gradients, trained_tensors
+from dpofit.memory.tensors import Tensor, largest_tensor, trained_tensors
 from dpofit.memory.zero import ZeroSizes
 
 Items = list[Event | Repeat]
@@ -60,13 +62,6 @@ def buckets_of_backward(job: Job, sizes: ZeroSizes | None) -> list[Event]:
     return [Event("ipg_buckets", sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1) * BF16, "buckets")]
 
 
-def partition_buffer(job: Job) -> list[Event]:
-    """This rank's averaged gradients under ZeRO-1/2, unless they go to the host (stage_1_and_2.py:1447-1476)."""
-    if job.zero_stage not in (1, 2) or job.zero.offload_optimizer != "none":
-        return []
-    return [Event("grads_in_partition", partition_gradients(job) * BF16, "gradients")]
-
-
 def with_buckets(backward: Items, early: list[Event], late: list[Event], gone: list[Event]) -> Items:
     """Backward with what appears when the gradient reaches the engine's output, the bf16 logits (engine.py:2236-2243),
     and what appears and goes in backward's epilogue."""
@@ -92,12 +87,11 @@ def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) 
     assert sizes is not None
     if zero.stage == 0:
         return items + _unfused_update(job)
-    # get_grad_norm_direct takes each gradient, at stage 3 its partition, to float64 (stage_1_and_2.py:1859, stage3.py)
-    largest = largest_tensor(job)
-    normed = min(largest, share) if zero.stage < 3 else math.ceil(largest / job.world_size)
-    if job.recipe.fp16 and zero.stage < 3:  # _has_inf_or_nan: fp32, three masks, fp32 again (stage_1_and_2.py)
-        items += comes_and_goes("overflow", normed * 11, "optimizer_workspace")
-    items += comes_and_goes("grad_norm", normed * 8, "optimizer_workspace")
+    if job.recipe.fp16 and zero.stage < 3:
+        items += comes_and_goes("overflow", min(largest_tensor(job), share) * CHECK, "optimizer_workspace")
+    # get_grad_norm_direct takes each gradient, here its partition, to float64 (stage3.py)
+    norm = math.ceil(largest_tensor(job) / job.world_size) * FLOAT64 if zero.stage == 3 else partition_bytes(job).norm
+    items += comes_and_goes("grad_norm", norm, "optimizer_workspace")
     group = flat_weights(job, sizes)[0]
     flat = Event("flat_grads", group.elements * BF16, "optimizer_workspace")
     wide = Event("fp32_grads", group.elements * FP32, "optimizer_workspace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from dpofit.errors import BadInput, Problem
@@ -20,16 +21,16 @@ STEPS = 2  # the first, which has no prefetch, and the steady one
 _CONFIG_TYPES = ("qwen2", "qwen3", "llama", "mistral", "phi3")
 
 
-def trace_job(job: Job) -> Program:
+def trace_job(job: Job, rank: int = 0) -> Program:
     """Two training steps of `job`, from the real code. Raises BadInput naming everything the tracer doesn't do."""
-    return trace_with_notes(job)[0]
+    return trace_with_notes(job, rank)[0]
 
 
-def trace_with_notes(job: Job) -> tuple[Program, tuple[str, ...]]:
+def trace_with_notes(job: Job, rank: int = 0) -> tuple[Program, tuple[str, ...]]:
     """The same, and what the traced code ran instead of what only a CUDA machine has, and what was extrapolated."""
     from dpofit.trace.extrapolate import trace_deep  # torch
 
-    request = request_of(job)
+    request = replace(request_of(job), rank=rank)
     traced = trace_deep(request)
     return program_of(traced.recorder, request), traced.substitutions
 

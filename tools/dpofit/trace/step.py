@@ -42,7 +42,7 @@ def trace_step(
     `observe` is called with the prepared trainer before the first step, `stepped` after each.
     """
     recorder = Recorder()
-    group: Any = zero.process_group(request.world_size, recorder) if request.deepspeed else nullcontext()
+    group: Any = zero.process_group(request.rank, request.world_size, recorder) if request.deepspeed else nullcontext()
     stage = request.deepspeed.get("zero_optimization", {}).get("stage", 0)
     linear: Any = zero.memory_efficient_linear() if stage == 3 else nullcontext()
     semantics: Any = cuda_semantics(request) if request.cuda else nullcontext([])

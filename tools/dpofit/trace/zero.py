@@ -16,9 +16,9 @@ import torch.distributed as dist
 from dpofit.trace.device import GPU, HOST, deepspeed_accelerator
 from dpofit.trace.storages import Recorder
 
-# Rank, world size and accelerator as DeepSpeed and accelerate read them.
+# What DeepSpeed and accelerate read, beside rank and world size.
 _ENVIRONMENT = {
-    "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu",
+    "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu",
     "ACCELERATE_USE_DEEPSPEED": "true",
 }  # fmt: skip
 _COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter_tensor")
@@ -55,13 +55,15 @@ def _allgather_params(init: Any, param_list: list[Any], hierarchy: int = 0) -> N
 
 
 @contextmanager
-def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
-    """Inside, this process is rank 0 of `world_size`; collectives return at once."""
+def process_group(rank: int, world_size: int, recorder: Recorder) -> Iterator[None]:
+    """Inside, this process is rank `rank` of `world_size`; collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     assert not dist.is_initialized(), "the tracer needs a process without a process group"
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, _ENVIRONMENT | {"WORLD_SIZE": str(world_size)}))
+        stack.enter_context(
+            mock.patch.dict(os.environ, _ENVIRONMENT | {"RANK": str(rank), "WORLD_SIZE": str(world_size)})
+        )
         from deepspeed.accelerator import real_accelerator
 
         def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
         from deepspeed.comm.torch import Noop, TorchBackend
         from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
 
-        # Compares this rank with the others; alone, rank 0 agrees with itself.
+        # Compares this rank with the others; alone, it agrees with itself.
         patch = mock.patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda *_: None)
         stack.enter_context(patch)
         stack.enter_context(mock.patch.object(deepspeed.ops.adam.cpu_adam, "CPUAdamBuilder", _CpuAdam))
@@ -93,7 +95,7 @@ def process_group(world_size: int, recorder: Recorder) -> Iterator[None]:
         stack.enter_context(mock.patch.object(partition_parameters.Init, "_allgather_params", _allgather_params))
         for collective in _COLLECTIVES:
             stack.enter_context(mock.patch.object(TorchBackend, collective, lambda *_, **__: Noop()))
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         stack.callback(_leave)
         yield
 
