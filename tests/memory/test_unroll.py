@@ -7,12 +7,12 @@ from dpofit.memory.unroll import requests
 def _replayed(phase: Phase) -> dict[str, int]:
     """Storages alive at the end, by playing the requests one by one."""
     alive: dict[str, int] = {}
-    for request in requests(phase):
-        if request.size_bytes > 0:
-            assert request.storage not in alive
-            alive[request.storage] = request.size_bytes
+    for storage, size_bytes, _ in requests(phase):
+        if size_bytes > 0:
+            assert storage not in alive
+            alive[storage] = size_bytes
         else:
-            assert alive.pop(request.storage) == -request.size_bytes
+            assert alive.pop(storage) == -size_bytes
     return alive
 
 
@@ -46,6 +46,6 @@ def test_whole_every_layer_is_in_the_list_with_its_temporaries() -> None:
         Event("temporary", -2, "workspace"),
     )
     phase = Phase("forward", 1, (Repeat(layer, 6, 0, False),))
-    sizes = [request.size_bytes for request in requests(phase, whole=True)]
+    sizes = [size_bytes for _, size_bytes, _ in requests(phase, whole=True)]
     assert sizes == [2, 8, -2] * 6
-    assert len(list(requests(phase))) < len(sizes)
+    assert len(requests(phase)) < len(sizes)

@@ -1,22 +1,37 @@
-"""The longest prompt that fits: solved on allocated bytes and the allocator's gap, confirmed by full predictions."""
+"""The longest prompt that fits: solved on allocated bytes and what the allocator reserves beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import insort
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from dpofit.memory.disk import disk_use
+from dpofit.memory.host import host_peak
 from dpofit.memory.job import Job, Lengths
 from dpofit.memory.meter import highest, live_at_end, phase_peaks
 from dpofit.memory.overhead import overhead
-from dpofit.memory.predict import GPU, Prediction, Verdict, predict, residuals_for
-from dpofit.memory.program import Program
+from dpofit.memory.predict import (
+    GPU,
+    default_mix,
+    expandable_segments,
+    high_bytes,
+    predict,
+    residuals_for,
+    row_tokens,
+    shorter_steps,
+    verdicts_beside,
+    wanted,
+)
 from dpofit.memory.scope import check_scope
 from dpofit.memory.step import Plan, build_program, plan_steps, steady_step
 
 Binding = Literal["gpu", "host", "disk", "none"]
 STEP_TOKENS = 8  # rows are padded to a multiple of it
 SEARCHED_TOKENS = 2**22  # with rope_scaling the model's positions follow cutoff_len; no card takes as many
+FIRST_GUESS = {True: 0.85, False: 0.55}  # of the card in allocated bytes, with segments that grow and without
+NEAR = 0.02  # of the length: within it, what is beside allocated bytes changes by jumps alone
+FIRST_STRIDE = 1024  # steps, until some length is too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +41,6 @@ class Limit:
     prompt_tokens: int | None
     not_oom_prompt_tokens: int | None
     binding: Binding  # what stops the next 8 tokens; none: the model's positions do
-    prediction: Prediction | None  # at prompt_tokens
 
 
 def longest_prompt(job: Job) -> Limit:
@@ -36,10 +50,10 @@ def longest_prompt(job: Job) -> Limit:
     answer = max(job.lengths.chosen, job.lengths.rejected)
     positions = SEARCHED_TOKENS if job.recipe.rope_scaling else job.model.max_positions
     longest = max((positions - answer) // STEP_TOKENS, 0)  # an answer may leave no position
-    allocated = allocated_by_steps(job, plan)
-    fitting, binding, prediction = _longest_fitting(job, plan, allocated, longest)
+    allocated = AllocatedBySteps(job, plan)
+    fitting, binding = _longest_fitting(job, plan, allocated, longest)
     lucky = _longest_not_oom(job, allocated, fitting, longest) if binding == "gpu" else fitting
-    return Limit(_tokens(fitting), _tokens(lucky), binding, prediction)
+    return Limit(_tokens(fitting), _tokens(lucky), binding)
 
 
 def _tokens(steps: int) -> int | None:
@@ -51,90 +65,136 @@ def at_prompt(job: Job, prompt: int) -> Job:
     return replace(job, lengths=Lengths(prompt, lengths.chosen, lengths.rejected, lengths.padded))
 
 
-def _longest_fitting(
-    job: Job, plan: Plan, allocated: Callable[[int], int], longest: int
-) -> tuple[int, Binding, Prediction | None]:
-    """The most steps of 8 tokens that fit, what binds beyond, and the prediction there.
+class _Tried(NamedTuple):
+    """One prompt: whether predict's verdict is `fits`, and what it would need for that of the card, over what the card
+    has and over allocated bytes; None: host or disk say no."""
 
-    Full predictions bracket the answer; each says how many bytes there are beside allocated ones, and solving
-    allocated bytes for the rest gives the next guess.
+    fits: bool
+    of_card: float | None
+    of_allocated: float | None
+
+
+def _try(job: Job, plan: Plan) -> _Tried:
+    """As `predict` decides, without what it finds out besides."""
+    mix, program = default_mix(job), build_program(job, plan)
+    others = verdicts_beside(job, host_peak(job, program, row_tokens(mix)), disk_use(job))
+    if not {*others} <= {None, "fits"}:
+        return _Tried(False, None, None)
+    needed = high_bytes(job, wanted(job, program, shorter_steps(job, plan, mix)))
+    of_card = needed / job.cluster.gpu.capacity_bytes
+    return _Tried(of_card <= 1, of_card, needed / highest(phase_peaks(program, GPU)).size_bytes)
+
+
+def _longest_fitting(job: Job, plan: Plan, allocated: AllocatedBySteps, longest: int) -> tuple[int, Binding]:
+    """The most steps of 8 tokens that fit, and what binds beyond.
+
+    What is reserved beside allocated bytes jumps up and down a little from length to length: near the card's end there
+    are lengths that fit beyond some that do not, and the longest is looked for, from where even the fewest bytes beside
+    are too many.
     """
-    known: dict[int, Prediction] = {}
-    low, high = 0, longest + 1  # low fits (or is 0), high does not (or is past the end)
-    guess = _solve(allocated, int(job.cluster.gpu.capacity_bytes * 0.88), 0, longest + 1)
+    capacity = job.cluster.gpu.capacity_bytes
+    most = int((capacity - overhead(job).high_bytes) / (1 + residuals_for(job.cluster).reserved[1]))
+    low, high = 0, allocated.most_within(most, 0, longest + 1) + 1  # low fits (or is 0), high does not (or is the end)
+    tried: dict[int, _Tried] = {}
+    guess = allocated.most_within(int(capacity * FIRST_GUESS[expandable_segments(job)]), 0, high)
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
-        width = high - low
-        found = known[guess] = predict(at_prompt(job, guess * STEP_TOKENS), plan=plan)
-        if found.verdict == "fits":
-            low = guess
-        else:
-            high = guess
-        retried = found.verdict == "tight" and found.gpu.high_bytes <= found.gpu.capacity_bytes
-        other = found.gpu_verdict == "fits" and found.verdict != "fits"
-        if retried or other or (len(known) > 3 and high - low > width // 2 > 2):
-            # not the sum of bytes but fragmentation, host or disk binds, or the guesses creep: halve
-            guess = (low + high) // 2
-        else:
-            beside = found.gpu.high_bytes / found.gpu.allocated_bytes
-            guess = _solve(allocated, int(found.gpu.capacity_bytes / beside), low, high)
-            guess += found.verdict == "fits"  # test the first that should fail, then the last that should fit
+        found = tried[guess] = _try(at_prompt(job, guess * STEP_TOKENS), plan)
+        low, high = (guess, high) if found.fits else (low, guess)
+        guess = _next_guess(tried, allocated, capacity, low, high)
     if low == longest:
-        return low, "none", known.get(low)
-    blocker = known[high]
-    verdicts: dict[Binding, Verdict | None] = {
-        "gpu": blocker.gpu_verdict, "host": blocker.host_verdict, "disk": blocker.disk_verdict,
-    }  # fmt: skip
-    binding = next(name for name, verdict in verdicts.items() if verdict == blocker.verdict)
-    return low, binding, known.get(low)
+        return low, "none"
+    return low, _binding(at_prompt(job, high * STEP_TOKENS), plan) if high in tried else "gpu"
 
 
-def _longest_not_oom(job: Job, allocated: Callable[[int], int], low: int, longest: int) -> int:
+def _next_guess(tried: dict[int, _Tried], allocated: AllocatedBySteps, capacity: int, low: int, high: int) -> int:
+    """Solve allocated bytes for what the last try left of the card; between one that fits and one that does not, false
+    position; near the end, from above. Where that stops helping (host or disk bind, one side does not move) halve."""
+    last = [*tried.values()][-1]
+    same_side = next((n for n, one in enumerate(reversed(tried.values())) if one.fits is not last.fits), 0)
+    below, above = tried.get(low), tried.get(high)
+    if last.of_card is None or last.of_allocated is None:
+        return (low + high) // 2
+    if below is None or above is None or below.of_card is None or above.of_card is None:
+        guess = allocated.most_within(int(capacity / last.of_allocated), low, high)
+        return guess + last.fits  # the first that should fail, then the last that should fit
+    if high - low > NEAR * low:
+        if same_side > 1:
+            return (low + high) // 2
+        return low + round((high - low) * (1 - below.of_card) / (above.of_card - below.of_card))
+    if same_side > 4:
+        return (low + high) // 2
+    least = min(one.of_allocated for steps, one in tried.items() if one.of_allocated and steps > low * (1 - NEAR))
+    return allocated.most_within(int(capacity / least), low, high)
+
+
+def _binding(job: Job, plan: Plan) -> Binding:
+    """What keeps this job from fitting."""
+    mix, program = default_mix(job), build_program(job, plan)
+    others = verdicts_beside(job, host_peak(job, program, row_tokens(mix)), disk_use(job))
+    if {*others} <= {None, "fits"}:
+        return "gpu"
+    found = predict(job, plan=plan)
+    verdicts: tuple[tuple[Binding, str | None], ...] = (
+        ("gpu", found.gpu_verdict), ("host", found.host_verdict), ("disk", found.disk_verdict),
+    )  # fmt: skip
+    return next(name for name, verdict in verdicts if verdict == found.verdict)
+
+
+def _longest_not_oom(job: Job, allocated: AllocatedBySteps, low: int, longest: int) -> int:
     """Where even the lowest figure of the interval passes the card."""
     room = job.cluster.gpu.capacity_bytes - overhead(job).low_bytes
-    return _solve(allocated, int(room / (1 + residuals_for(job.cluster).allocated[0])), low, longest + 1)
+    return allocated.most_within(int(room / (1 + residuals_for(job.cluster).allocated[0])), low, longest + 1)
 
 
-def _solve(allocated: Callable[[int], int], target_bytes: int, low: int, high: int) -> int:
-    """The most steps in [low, high) whose allocated bytes are within the target; allocated bytes grow with length.
-
-    False position, since they grow almost as a straight line; halving when that stops helping.
-    """
-    below, above = low, high
-    below_bytes, above_bytes = allocated(below), None
-    if below_bytes > target_bytes:
-        return low
-    step = 1024
-    for turn in range(40):
-        if above - below <= 1:
-            break
-        if above_bytes is None:
-            middle = min(below + step, above - 1)
-        elif turn % 4 == 3:
-            middle = (below + above) // 2
-        else:
-            share = (target_bytes - below_bytes) / (above_bytes - below_bytes)
-            middle = below + int(share * (above - below))
-        middle = min(max(middle, below + 1), above - 1)
-        size_bytes = allocated(middle)
-        if size_bytes <= target_bytes:
-            below, below_bytes = middle, size_bytes
-        else:
-            above, above_bytes = middle, size_bytes
-    return below
-
-
-def allocated_by_steps(job: Job, plan: Plan) -> Callable[[int], int]:
+class AllocatedBySteps:
     """Allocated peak at a prompt, from the steady step alone and the lasting bytes; remembered."""
-    program = build_program(job, plan)
-    before = Program(tuple(phase for phase in program.phases if phase.step <= 1))
-    lasting = live_at_end(before.phases, "gpu")
-    seen: dict[int, int] = {}
 
-    def allocated(steps: int) -> int:
-        if steps not in seen:
-            step = steady_step(at_prompt(job, max(steps, 1) * STEP_TOKENS), plan)  # rows are never empty
-            seen[steps] = lasting + highest(phase_peaks(step, GPU)).size_bytes
-        return seen[steps]
+    def __init__(self, job: Job, plan: Plan) -> None:
+        self._job, self._plan = job, plan
+        before = tuple(phase for phase in build_program(job, plan).phases if phase.step <= 1)
+        self._lasting = live_at_end(before, "gpu")
+        self._seen: dict[int, int] = {}
+        self._steps: list[int] = []  # of `_seen`, in order
 
-    return allocated
+    def __call__(self, steps: int) -> int:
+        if steps not in self._seen:
+            step = steady_step(at_prompt(self._job, max(steps, 1) * STEP_TOKENS), self._plan)  # rows are never empty
+            self._seen[steps] = self._lasting + highest(phase_peaks(step, GPU)).size_bytes
+            insort(self._steps, steps)
+        return self._seen[steps]
+
+    def most_within(self, target_bytes: int, low: int, high: int) -> int:
+        """The most steps in [low, high) that take no more than the target; allocated bytes grow with length.
+
+        False position between the nearest lengths tried, since they grow almost as a straight line; halving when that
+        stops helping.
+        """
+        if self(low) > target_bytes:
+            return low
+        below = low
+        above, above_bytes = high, None
+        for steps in self._steps:
+            if low < steps < high:
+                if self._seen[steps] <= target_bytes:
+                    below = steps
+                else:
+                    above, above_bytes = steps, self._seen[steps]
+                    break
+        turn = 0
+        while above - below > 1:
+            turn += 1
+            if above_bytes is None:
+                middle = min(below + FIRST_STRIDE, above - 1)
+            elif turn % 4 == 0:
+                middle = (below + above) // 2
+            else:
+                share = (target_bytes - self(below)) / (above_bytes - self(below))
+                middle = below + int(share * (above - below))
+            middle = min(max(middle, below + 1), above - 1)
+            size_bytes = self(middle)
+            if size_bytes <= target_bytes:
+                below = middle
+            else:
+                above, above_bytes = middle, size_bytes
+        return below

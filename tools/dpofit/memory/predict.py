@@ -124,40 +124,63 @@ def predict(job: Job, mix: tuple[Lengths, ...] | None = None, plan: Plan | None 
     mix = default_mix(job) if mix is None else mix
     plan = plan or plan_steps(job)
     program = build_program(job, plan)
-    gpu = _gpu(job, plan, program, mix)
-    row_lengths = tuple(lengths.row_tokens for lengths in mix)
-    host, disk = host_peak(job, program, row_lengths), disk_use(job)
-    cluster = job.cluster
+    gpu = _gpu(job, program, shorter_steps(job, plan, mix))
+    host, disk = host_peak(job, program, row_tokens(mix)), disk_use(job)
     gpu_verdict = _verdict(gpu.low_bytes, gpu.high_bytes, gpu.capacity_bytes)
-    if gpu_verdict == "fits" and (gpu.reserved.out_of_memory or gpu.reserved.retries_per_step):
-        gpu_verdict = "tight"
-    host_verdict = None if cluster.host_ram_bytes is None else _verdict(
-        host.low_bytes, host.high_bytes, cluster.host_ram_bytes)  # fmt: skip
-    disk_verdict = None if cluster.disk_bytes is None else _verdict(
-        disk.total_bytes, disk.total_bytes, cluster.disk_bytes)  # fmt: skip
+    host_verdict, disk_verdict = verdicts_beside(job, host, disk)
     verdict = _worst(gpu_verdict, host_verdict, disk_verdict)
     return Prediction(job, verdict, gpu_verdict, host_verdict, disk_verdict, gpu, host, disk, mix)
 
 
-def _gpu(job: Job, plan: Plan, program: Program, mix: tuple[Lengths, ...]) -> GpuPrediction:
+def verdicts_beside(job: Job, host: HostPeak, disk: DiskUse) -> tuple[Verdict | None, Verdict | None]:
+    """Of host and disk; None where the cluster's is not known."""
+    ram_bytes, disk_bytes = job.cluster.host_ram_bytes, job.cluster.disk_bytes
+    return (
+        None if ram_bytes is None else _verdict(host.low_bytes, host.high_bytes, ram_bytes),
+        None if disk_bytes is None else _verdict(disk.total_bytes, disk.total_bytes, disk_bytes),
+    )
+
+
+def row_tokens(mix: tuple[Lengths, ...]) -> tuple[int, ...]:
+    return tuple(lengths.row_tokens for lengths in mix)
+
+
+def shorter_steps(job: Job, plan: Plan, mix: tuple[Lengths, ...]) -> list[Program]:
+    """The shorter batches as `reserved` takes them: a whole program, then steady steps."""
+    shorter = [replace(job, lengths=lengths) for lengths in mix]
+    return [steady_step(other, plan) if number else build_program(other, plan) for number, other in enumerate(shorter)]
+
+
+def wanted(job: Job, program: Program, mix: list[Program], capacity_bytes: int | None = None) -> Reserved:
+    """What the allocator would reserve, by default with nothing bounding it."""
+    empties = job.recipe.torch_empty_cache_steps == 1
+    return reserved(program, mix, expandable=expandable_segments(job), capacity_bytes=capacity_bytes, empties=empties)
+
+
+def high_bytes(job: Job, unbounded: Reserved) -> int:
+    """The most that a card must have for the job to fit for sure: room for all that the allocator would reserve. What
+    a full card really reserves says less: a failing cudaMalloc gives cached memory back first."""
+    return overhead(job).high_bytes + int(unbounded.peak_bytes * (1 + residuals_for(job.cluster).reserved[1]))
+
+
+def _gpu(job: Job, program: Program, mix: list[Program]) -> GpuPrediction:
     peaks = phase_peaks(program, GPU)
     peak = highest(peaks)
     beside = overhead(job)
     capacity = job.cluster.gpu.capacity_bytes
-    expandable, empties = expandable_segments(job), job.recipe.torch_empty_cache_steps == 1
-    shorter = [replace(job, lengths=lengths) for lengths in mix]
-    steps = [steady_step(other, plan) if number else build_program(other, plan) for number, other in enumerate(shorter)]
     room = max(capacity - beside.total_bytes, 1)
-    held = reserved(program, steps, expandable=expandable, capacity_bytes=room, empties=empties)
+    unbounded = held = wanted(job, program, mix)
+    if unbounded.peak_bytes > room:  # only then does a bound change anything
+        held = wanted(job, program, mix, room)
     if held.out_of_memory:  # what it would have wanted, from the longest rows alone
-        wanted = reserved(program, [], expandable=expandable, capacity_bytes=None, empties=empties)
-        held = replace(held, peak_bytes=max(held.peak_bytes, wanted.peak_bytes), phases=wanted.phases)
-    error = residuals_for(job.cluster)
+        alone = wanted(job, program, [])
+        held = replace(held, peak_bytes=max(held.peak_bytes, alone.peak_bytes), phases=alone.phases)
     used = beside.total_bytes + held.peak_bytes
-    low = min(beside.low_bytes + int(peak.size_bytes * (1 + error.allocated[0])), used)
-    high = beside.high_bytes + int(held.peak_bytes * (1 + error.reserved[1]))
+    low = min(beside.low_bytes + int(peak.size_bytes * (1 + residuals_for(job.cluster).allocated[0])), used)
+    high = max(high_bytes(job, unbounded), used)
     phases = {name: p for name in PHASES for p in peaks if p.phase == name and p.step != 1}
     first = {p.phase: p for p in peaks if p.step == 1}
+    expandable = expandable_segments(job)
     return GpuPrediction(capacity, used, low, high, peak.size_bytes, held, beside, expandable, peak, phases, first)
 
 

@@ -3,70 +3,75 @@ what outlives them, since their temporaries reuse the blocks of the first layers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 from dpofit.memory.program import Event, Phase, Repeat
 
 WHOLE = 1  # layers written out whole at either end of a repeat; all of them give reserved bytes within 2% of it
 
 
-class Request(NamedTuple):
-    """What the allocator sees: the storage, its bytes (negative: freed), the stream."""
-
-    storage: str
-    size_bytes: int
-    stream: str
+# What the allocator sees: the storage, its bytes (negative: freed), the stream.
+Request = tuple[str, int, str]
+# An event of a repeat: its tag, to be followed by the layer; what is added to the layer; bytes; stream.
+_Part = tuple[str, int, int, str]
 
 
-def requests(phase: Phase, namespace: str = "", whole: bool = False) -> Iterator[Request]:
+def requests(phase: Phase, namespace: str = "", whole: bool = False) -> list[Request]:
     """The phase's GPU requests, layers collapsed unless `whole`. `namespace` tells different steps' storages apart."""
+    found: list[Request] = []
     for item in phase.items:
         if isinstance(item, Event):
             if item.space == "gpu":
-                yield Request(namespace + item.tag, item.size_bytes, item.stream)
+                found.append((namespace + item.tag, item.size_bytes, item.stream))
         else:
-            yield from _repeat(item, namespace, whole)
+            found += _repeat(item, namespace, whole)
+    return found
 
 
-def _repeat(item: Repeat, namespace: str, whole: bool) -> Iterator[Request]:
-    events = [event for event in item.events if event.space == "gpu"]
+def _repeat(item: Repeat, namespace: str, whole: bool) -> list[Request]:
+    events = [
+        (f"{namespace}{event.tag}#", event.shift, event.size_bytes, event.stream)
+        for event in item.events
+        if event.space == "gpu"
+    ]
     indices = item.indices()
     if whole or item.times <= 2 * WHOLE + 1:
-        for index in indices:
-            yield from _whole(events, index, namespace)
-        return
-    for index in indices[:WHOLE]:
-        yield from _whole(events, index, namespace)
-    yield from _middle(events, indices[WHOLE:-WHOLE], namespace)
-    for index in indices[-WHOLE:]:
-        yield from _whole(events, index, namespace)
+        return _whole(events, indices)
+    return [
+        *_whole(events, indices[:WHOLE]),
+        *_middle(events, indices[WHOLE:-WHOLE]),
+        *_whole(events, indices[-WHOLE:]),
+    ]
 
 
-def _whole(events: list[Event], index: int, namespace: str) -> Iterator[Request]:
-    for event in events:
-        yield Request(f"{namespace}{event.tag}#{index + event.shift}", event.size_bytes, event.stream)
+def _whole(events: list[_Part], indices: range) -> list[Request]:
+    return [
+        (f"{tag}{index + shift}", size_bytes, stream) for index in indices for tag, shift, size_bytes, stream in events
+    ]
 
 
-def _middle(events: list[Event], indices: range, namespace: str) -> Iterator[Request]:
-    """Only requests whose other half lies outside these iterations."""
-    by_tag: dict[str, list[Event]] = {}
-    for event in events:
-        by_tag.setdefault(event.tag, []).append(event)
-    crossing = [event for event in events if not _contained(by_tag[event.tag])]
-    kept: dict[tuple[str, bool], Request] = {}  # in order; a storage that appears and goes inside leaves nothing
+def _middle(events: list[_Part], indices: range) -> list[Request]:
+    """Only requests whose other half lies outside these iterations, in order; a storage that appears and goes inside
+    leaves nothing."""
+    outlives = _outliving(events)
+    crossing = [event for event in events if event[0] in outlives]
+    kept: dict[tuple[str, bool], Request] = {}
     for index in indices:
-        for event in crossing:
-            storage = f"{namespace}{event.tag}#{index + event.shift}"
-            appears = event.size_bytes > 0
+        for tag, shift, size_bytes, stream in crossing:
+            storage = f"{tag}{index + shift}"
+            appears = size_bytes > 0
             if appears or kept.pop((storage, True), None) is None:
-                kept[storage, appears] = Request(storage, event.size_bytes, event.stream)
-    yield from kept.values()
+                kept[storage, appears] = storage, size_bytes, stream
+    return list(kept.values())
 
 
-def _contained(events: list[Event]) -> bool:
-    """Does a storage of this tag never outlive one iteration? Each time it appears, it goes, of the same layer."""
-    pairs = zip(events[::2], events[1::2], strict=False)
-    return len(events) % 2 == 0 and all(
-        appears.size_bytes > 0 > goes.size_bytes and appears.shift == goes.shift for appears, goes in pairs
-    )
+def _outliving(events: list[_Part]) -> set[str]:
+    """Tags of storages that outlive one iteration: not each one that appears goes in it, of the same layer."""
+    found: set[str] = set()
+    alive: dict[str, int] = {}
+    for tag, shift, size_bytes, _ in events:
+        if (size_bytes > 0) == (tag in alive):
+            found.add(tag)  # twice, or not of this iteration
+        if size_bytes > 0:
+            alive[tag] = shift
+        elif alive.pop(tag, shift) != shift:
+            found.add(tag)
+    return found | alive.keys()

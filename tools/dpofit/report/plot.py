@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dpofit.errors import BadInput, Problem
-from dpofit.memory.limits import STEP_TOKENS, allocated_by_steps
-from dpofit.memory.predict import Prediction
+from dpofit.memory.limits import STEP_TOKENS, AllocatedBySteps, at_prompt
+from dpofit.memory.predict import Prediction, predict
 from dpofit.memory.step import plan_steps
 from dpofit.report.rows import ComparisonRow
 from dpofit.units import GIB
@@ -99,8 +99,9 @@ def _save(figure: Any, path: Path) -> None:
 def _curve(row: ComparisonRow, last: int, points: int = 9) -> tuple[list[int], list[float]]:
     """Allocated bytes at a few lengths, with the bytes beside them that the row's own prediction has."""
     searched = row.limit.planned.job
-    allocated = allocated_by_steps(searched, plan_steps(searched))
-    prediction = row.limit.limit.prediction or row.prediction
+    plan, prompt = plan_steps(searched), row.limit.limit.prompt_tokens
+    allocated = AllocatedBySteps(searched, plan)
+    prediction = row.prediction if prompt is None else predict(at_prompt(searched, prompt), plan=plan)
     gap = prediction.gpu.reserved.peak_bytes / prediction.gpu.allocated_bytes
     beside = prediction.gpu.overhead.total_bytes
     steps = [max(1, last * i // (points - 1)) for i in range(points)]
