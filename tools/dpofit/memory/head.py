@@ -79,14 +79,9 @@ def logits(spec: LayerSpec, tape: Tape, normed: Value, head: HeadSpec) -> tuple[
 
 def _tied_head(spec: LayerSpec, tape: Tape, normed: Value, waiting: list[Storage]) -> Value:
     """The head shares the embedding's weight: its gradient stays in the engine until the embedding's comes."""
-    elements = spec.model.embedding_parameters
 
-    def wait() -> None:
-        gradient = tape.new("tied_grad_bf16", elements * BF16, "gradients")
-        if spec.autocast:
-            wide = tape.new("tied_grad", elements * FP32, "gradients")
-            tape.drop(gradient)
-            gradient = wide
+    def wait(gradient: Storage) -> None:
+        gradient.tag = "tied_grad"
         waiting.append(gradient)
 
     table = Linear("embed_tokens", spec.model.hidden_size, spec.model.vocab_size, bias=False)

@@ -80,28 +80,3 @@ def parameter_tensors(job: Job) -> int:
 def largest_tensor(job: Job) -> int:
     """Elements of the largest trained tensor."""
     return max((tensor.elements for tensor in trained_tensors(job)), default=0)
-
-
-def partition_gradients(job: Job) -> int:
-    """Elements of ZeRO-1/2's gradient buffer on the rank that needs most: every trained matrix that touches its
-    partition counts whole (deepspeed 0.18.4 stage_1_and_2.py:1462-1469). Biases and norms, a group of their own, are
-    left out."""
-    model, modules = job.model, job.trained
-    inside = inside_modules(model)
-    adapters = [tensor.elements for tensor in trained_tensors(job) if tensor.role == "adapter"]
-    tensors = [model.embedding_parameters] if "embed_tokens" in modules.outside else []
-    for layer in modules.layers:
-        tensors += [x.in_features * x.out_features for x, n in zip(model.linears, inside, strict=False) if n in layer]
-        tensors += adapters
-    head = len(tensors)
-    if "lm_head" in modules.outside:
-        tensors.append(model.embedding_parameters)
-    share = math.ceil(sum(tensors) / job.world_size)
-    touched = [0] * job.world_size
-    start = 0
-    for number, elements in enumerate(tensors):
-        has_gradient = number != head or job.recipe.stage != "rm"  # a reward model's loss never reaches the head
-        for rank in range(start // share, min((start + elements - 1) // share, job.world_size - 1) + 1):
-            touched[rank] += elements * has_gradient
-        start += elements
-    return max(touched)

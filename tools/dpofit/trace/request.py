@@ -59,6 +59,7 @@ class TraceRequest:
     optimizer: str = "adamw_torch_fused"  # the Trainer's name; "" for no optimizer step
     weight_decay: float = 0.0
     world_size: int = 1
+    rank: int = 0
     deepspeed: dict[str, Any] = field(default_factory=dict, hash=False)  # the JSON; empty is none
     transformers: tuple[int, int] = (5, 5)  # whose loss and attention code; older ones replace the installed one's
     cuda: bool = True  # False: what the CPU kernels do, to compare with a real run on the CPU
