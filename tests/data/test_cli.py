@@ -156,7 +156,7 @@ def test_without_the_extra_one_error_names_it():
     assert done.returncode == 2
     assert done.stderr == (
         "error: dpofit data: needs packages that are not installed: pyarrow, rapidfuzz. "
-        "Run: pip install 'dpofit[data]'\n"
+        "Run, in dpofit's repository: pip install -e '.[data]'\n"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,17 @@ def test_qlora_without_bitsandbytes_is_refused_by_name(tmp_path: Path) -> None:
     assert read.recipe is not None
     with pytest.raises(BadInput, match="quantization_bit: needs bitsandbytes, which is not installed here"):
         smoke_plan(read.recipe, None, tmp_path, gpus=0, bitsandbytes=False)
+
+
+def test_without_the_training_stack_it_says_how_to_get_it(tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['torch'] = None; from dpofit.cli.app import main; main()"
+    command = [sys.executable, "-c", hidden, "launch", "qwen2.5-7b-dpo/full-z3", "--smoke"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: this environment: torch: not installed. Install the training stack: bash scripts/install.sh VENV, in "
+        "dpofit's repository.\n"
+    )
 
 
 def test_offload_is_refused_where_its_optimizer_cannot_be_compiled() -> None:

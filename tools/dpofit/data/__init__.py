@@ -19,6 +19,6 @@ def require_extra() -> None:
                 where="dpofit data",
                 key=None,
                 wrong=f"needs packages that are not installed: {', '.join(missing)}",
-                right="Run: pip install 'dpofit[data]'",
+                right="Run, in dpofit's repository: pip install -e '.[data]'",
             )
         )

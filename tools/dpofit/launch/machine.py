@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dpofit.errors import Problem
 from dpofit.launch.inventory import Card, Inventory, Link, read_inventory
 
 # What decides where ranks and connections go; the rest of the environment is nobody's business.
@@ -151,6 +152,16 @@ def torch_folder() -> str:
 
     spec = importlib.util.find_spec("torch")
     return next(iter(spec.submodule_search_locations), "") if spec and spec.submodule_search_locations else ""
+
+
+def missing_stack(deepspeed: bool) -> list[Problem]:
+    """What training needs and this environment lacks; found without importing it."""
+    import importlib.util
+
+    right = "Install the training stack: bash scripts/install.sh VENV, in dpofit's repository."
+    packages = ("torch", "llamafactory", *(["deepspeed"] if deepspeed else []))
+    absent = [package for package in packages if importlib.util.find_spec(package) is None]
+    return [Problem("this environment", ", ".join(absent), "not installed", right)] if absent else []
 
 
 def _torch_cuda() -> str | None:

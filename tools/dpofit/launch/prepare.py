@@ -12,6 +12,7 @@ from dpofit.findings import Finding
 from dpofit.launch.environment import Variable, catalogue_source, cpu_variables, launch_variables
 from dpofit.launch.forecast import Forecast, forecast
 from dpofit.launch.inventory import read_inventory, visible_cards
+from dpofit.launch.machine import missing_stack
 from dpofit.launch.network import free_port
 from dpofit.launch.output_dir import output_dir_problems, record
 from dpofit.launch.plan import Plan, accelerate_command, run_folder, single_command, state_folder, torchrun_command
@@ -145,13 +146,7 @@ def _cannot_start(found: ReadRecipe, gpus: int, cpu_ranks: int) -> list[Problem]
             "`dpofit launch RECIPE --smoke` runs here, --dry-run shows what would run; `dpofit preflight` says more."
         )
         problems.append(Problem("this machine", None, f"has no GPU that can be used: {error}", right))
-    import importlib.util
-
-    for package in ("torch", "llamafactory", *(["deepspeed"] if found.deepspeed is not None else [])):
-        if importlib.util.find_spec(package) is None:
-            right = "Install the training stack: pip install -r requirements.txt"
-            problems.append(Problem("this environment", package, "is not installed", right))
-    return problems
+    return problems + missing_stack(found.deepspeed is not None)
 
 
 def _findings(

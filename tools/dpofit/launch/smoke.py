@@ -18,7 +18,7 @@ from dpofit.errors import BadInput, Problem
 from dpofit.launch.build_lock import operator_cache, remove_left_locks
 from dpofit.launch.death import Outcome
 from dpofit.launch.environment import CACHE, Variable, cpu_variables, launch_variables
-from dpofit.launch.machine import torch_folder
+from dpofit.launch.machine import missing_stack, torch_folder
 from dpofit.launch.network import free_port
 from dpofit.launch.plan import Plan, single_command, torchrun_command
 from dpofit.launch.run import run_plan
@@ -73,6 +73,8 @@ def smoke(
     """
     assert read.recipe is not None
     began = time.monotonic()
+    if missing := missing_stack(read.deepspeed is not None):
+        raise BadInput(missing)
     _refuse_unbuildable(read.recipe, torch_folder())
     deepspeed = dict(read.deepspeed.config) if read.deepspeed is not None else None
     with _folder(keep) as folder:
