@@ -17,7 +17,9 @@ def check_plot(path: Path) -> None:
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise BadInput(Problem("--plot", None, "needs matplotlib", "Run, in dpofit's repository: pip install -e '.[plot]'"))
+        raise BadInput(
+            Problem("--plot", None, "needs matplotlib", "Run, in dpofit's repository: pip install -e '.[plot]'")
+        )
     if path.suffix.removeprefix(".") not in FORMATS:
         raise BadInput(Problem(str(path), "--plot", f"unknown format {path.suffix!r}", f"One of: {', '.join(FORMATS)}"))
 
