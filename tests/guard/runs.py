@@ -33,6 +33,7 @@ class Run:
     final_save: bool = True
     bf16: bool = True
     buffer: bool = False
+    quantization_bit: int | None = None  # the base, by bitsandbytes; needs lora or dora
     optim: str = "adamw_torch"
     extra: dict[str, Any] = field(default_factory=dict)
     zero_extra: dict[str, Any] = field(default_factory=dict)  # more keys of zero_optimization
@@ -92,6 +93,8 @@ def build_trainer(run: Run) -> Any:
     model = Qwen2ForCausalLM(config)
     if run.bf16:
         model = model.to(torch.bfloat16)
+    if run.quantization_bit:
+        model = _quantized(model, run)
     if run.buffer:
         model.model.register_buffer("scale_table", torch.arange(7, dtype=torch.float32))
     if run.lora or run.dora:
@@ -107,6 +110,23 @@ def build_trainer(run: Run) -> Any:
     data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in rows]
     eval_data = data[:2] if "eval_strategy" in run.extra else None
     return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=eval_data)
+
+
+def _quantized(model: Any, run: Run) -> Any:
+    """The model as bitsandbytes loads it; its blocks of 64 ask for a hidden size of at least 64."""
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    base = f"{run.output_dir}-base-{os.environ['RANK']}"
+    model.save_pretrained(base)
+    kind = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if run.quantization_bit == 8
+        else BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16
+        )
+    )
+    return AutoModelForCausalLM.from_pretrained(base, quantization_config=kind, dtype=torch.bfloat16)
 
 
 def _sharded(save_pretrained: Callable[..., Any], max_shard_bytes: int) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from dpofit.train.guard.config import GuardConfig, read_config
 from dpofit.train.guard.engine_files import guarded_engine
 from dpofit.train.guard.exchange import Exchange, SaveAborted
 from dpofit.train.guard.manifest import MANIFEST_NAME, read_manifest
-from dpofit.train.guard.progress import one_line
+from dpofit.train.guard.progress import one_line, slower_line
 from dpofit.train.guard.save import Save, SaveReport, record
 from dpofit.train.guard.seal import extend, stamps
 from dpofit.train.guard.steps import reached
@@ -164,7 +164,7 @@ def _checkpoint_save(trainer: Any, state: _State, stock: Callable[..., Any], mod
     reached("rotated")
     if save.leads:
         state.committed = (run_folder / name, stamps(run_folder / name))
-    _tell(save.report(run_folder / name, written), trainer, trainer.state.global_step)
+    _tell(save.report(run_folder / name, written), trainer, state, trainer.state.global_step)
     for folder in deferred_pushes:
         type(trainer)._push_from_checkpoint(trainer, folder.replace(str(save.staging), str(run_folder / name)))
 
@@ -190,7 +190,7 @@ def _final_save(trainer: Any, state: _State, stock: Callable[..., Any], folder: 
             folders.remove_tree(save.staging)
         logger.error("%s. The final model was not written to %s; the newest checkpoint is whole.", aborted, folder)
         raise
-    _tell(save.report(folder, written), trainer, None)
+    _tell(save.report(folder, written), trainer, state, None)
 
 
 def _begin(trainer: Any, state: _State, folder: Path, staging: str, name: str | None) -> Save:
@@ -280,9 +280,13 @@ def _correct_best(trainer: Any, staging: Path, run_folder: Path) -> None:
             trainer.state.save_to_json(str(staging / "trainer_state.json"))
 
 
-def _tell(report: SaveReport, trainer: Any, step: int | None) -> None:
+def _tell(report: SaveReport, trainer: Any, state: _State, step: int | None) -> None:
     if not trainer.args.should_save:
         return
+    slower = slower_line(report.backend, report.reason) if state.config.mode == "auto" else None
+    if slower is not None and slower not in state.said:
+        state.said.add(slower)
+        logger.warning(slower)
     record(report, Path(trainer.args.output_dir), step)
     line = one_line(report.folder, report.backend, report.bytes, report.seconds, report.peak_extra_bytes,
                     report.native_bytes, report.reason)  # fmt: skip

@@ -36,6 +36,20 @@ def weights_bar(total_bytes: int, world_size: int, backend: str) -> Iterator[Cal
         yield lambda nbytes: bar.advance(task, nbytes * factor)
 
 
+_COST = {
+    "routed": "rank 0 writes alone; the other ranks send it their slices in chunks",
+    "gather": "rank 0 writes alone, one gathered parameter at a time",
+    "native-safe": "the stock code writes, and holds the whole model on rank 0 while it does",
+}
+
+
+def slower_line(backend: str, reason: str) -> str | None:
+    """What to tell once about saves that take a slower way than direct; None for direct."""
+    if backend not in _COST:
+        return None
+    return f"dpofit save guard: {reason}; so saves go by {backend}, correct but slower: {_COST[backend]}"
+
+
 def one_line(
     folder: str, backend: str, written: int, seconds: float, peak_extra_bytes: int | None, native: int, reason: str
 ) -> str:
