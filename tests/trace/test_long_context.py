@@ -10,6 +10,7 @@ import pytest
 
 from dpofit.hardware.cluster import Cluster
 from dpofit.hardware.gpus import find_gpu
+from dpofit.memory.host import sticky_pinned
 from dpofit.memory.job import Job, Lengths
 from dpofit.memory.meter import phase_peaks
 from dpofit.memory.predict import predict
@@ -30,6 +31,7 @@ SHORT, LONG = Lengths(1000, 600, 700), Lengths(5000, 600, 700)  # long: more tha
 POINTS = {
     "all, a frozen base's adapters": (PIECES, {"finetuning": "lora", "pure_bf16": True}),
     "all, ZeRO-3": (PIECES, {"zero": Z3}),
+    "adapters, ZeRO-3 with offload": (("offload_checkpoints",), {"zero": Z3_OFFLOAD, "finetuning": "lora"}),
 }
 if os.environ.get("DPOFIT_TEST_ALL"):
     POINTS |= {piece: ((piece,), {"pure_bf16": True}) for piece in PIECES}
@@ -39,7 +41,12 @@ if os.environ.get("DPOFIT_TEST_ALL"):
         "all": (PIECES, {"pure_bf16": True}),
         "all, Liger": (PIECES, {"pure_bf16": True, "liger": True}),
         "all, autocast": (PIECES, {"bf16": True}),
+        "stock, ZeRO-3 with offload": ((), {"zero": Z3_OFFLOAD}),
         "all, ZeRO-3 with offload": (PIECES, {"zero": Z3_OFFLOAD}),
+        "a layer, ZeRO-3 with offload": (
+            ("offload_checkpoints",),
+            {"zero": Z3_OFFLOAD, "finetuning": "freeze", "freeze_layers": 1},
+        ),
         "answers of SFT": (("answer_logps",), {"stage": "sft", "pure_bf16": True}),
     }
 
@@ -74,6 +81,6 @@ def test_peak_within_one_percent_phases_within_two_and_the_same_host_memory(name
     assert max(predicted.values()) == pytest.approx(max(traced.values()), rel=0.01)
     assert predicted == pytest.approx(traced, rel=0.02)
     assert max(predicted, key=predicted.__getitem__) == max(traced, key=traced.__getitem__)
-    if "offload_checkpoints" in pieces and not job.recipe.zero:
-        pinned = max(peak.size_bytes for peak in phase_peaks(program, frozenset({"host_pinned"})))
-        assert pinned == prediction.host.pinned_bytes
+    pinned = max(peak.size_bytes for peak in phase_peaks(sticky_pinned(program), frozenset({"host_pinned"})))
+    # Norms and biases of a flat buffer of their own (Trainer's group without decay) are less than this.
+    assert prediction.host.pinned_bytes / job.cluster.gpus_per_node == pytest.approx(pinned, abs=2**17)

@@ -42,7 +42,7 @@ def host_peak(job: Job, program: Program, row_lengths: tuple[int, ...]) -> HostP
     Pinned memory is never returned to the system (ATen CachingHostAllocator), so its high-water mark stays.
     """
     ranks = job.cluster.gpus_per_node
-    per_rank = _sticky_pinned(program)
+    per_rank = sticky_pinned(program)
     peaks = phase_peaks(per_rank, HOST)
     save = sum(event.size_bytes for event in _events(program, "save") if event.category == "save_rank0"
                and event.size_bytes > 0)  # fmt: skip
@@ -69,7 +69,7 @@ def _node_peak(peak: Peak, ranks: int) -> Peak:
     return Peak(peak.phase, peak.step, (peak.size_bytes - alone) * ranks + alone, breakdown)
 
 
-def _sticky_pinned(program: Program) -> Program:
+def sticky_pinned(program: Program) -> Program:
     """The host events as the system sees them: a freed pinned block waits for the next request of its size."""
     waiting: dict[int, int] = defaultdict(int)
     phases = []

@@ -16,7 +16,7 @@ from dpofit.memory.optimizers import offloaded_states, update_of
 from dpofit.memory.program import Space
 from dpofit.memory.quantized import stored_bytes
 from dpofit.memory.spec import BF16, FP32, Quantization
-from dpofit.memory.tensors import Tensor, largest_tensor, parameter_tensors, trained_tensors
+from dpofit.memory.tensors import Tensor, frozen_tensors, largest_tensor, parameters_of, trained_tensors
 from dpofit.memory.zero import ZeroSizes
 from dpofit.models.shape import ModelShape
 
@@ -94,17 +94,28 @@ def weight_states(job: Job) -> list[State]:
         return states
     shard = math.ceil(model.parameters / world) * BF16
     if zero.offload_param == "cpu":
-        # one flat pinned buffer for the policy (stage3.py:747-770); the reference stays in pinned partitions per tensor
-        tensors = parameter_tensors(job)
-        states = [State("weights", shard + math.ceil(adapters / world) * BF16, "weights", "host_pinned")]
-        states.append(State("load_partitions", shard, "load", "host_pinned", tensors))
+        # What is trained goes into a flat pinned buffer (stage3.py:747-770), the rest stays in partitions, one a tensor
+        flat = math.ceil(job.trained_parameters / world) * BF16
+        states = [State("weights", flat, "weights", "host_pinned")]
+        states += _partitions(job, trained_tensors(job), "load_partitions", "load")
+        states += _partitions(job, frozen_tensors(job), "weights", "weights")
         if job.reference_copy:
-            states.append(State("reference", shard, "reference", "host_pinned", tensors))
+            states += _partitions(job, parameters_of(job), "reference", "reference")
         return states
     states = [State("weights", shard + math.ceil(adapters / world) * BF16, "weights")]
     if job.reference_copy:
         states.append(State("reference", shard, "reference"))
     return states
+
+
+def _partitions(job: Job, tensors: Iterable[Tensor], tag: str, category: str) -> list[State]:
+    """This rank's slices in host memory, each an allocation of its own (partition_parameters.py:1706-1709)."""
+    space: Space = "host_pinned" if job.zero.param_pin_memory else "host_pageable"
+    found = []
+    for tensor in tensors:
+        slices = math.ceil(tensor.elements / job.world_size) * BF16 * tensor.times
+        found.append(State(f"{tag}.{tensor.name}", slices, category, space, tensor.times))
+    return found
 
 
 def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
@@ -123,12 +134,14 @@ def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
         return [master, *first]
     share = math.ceil(trained / world)
     if zero.offload_optimizer == "cpu":
-        subgroups = math.ceil(share / sizes.sub_group)
         pinned: Space = "host_pinned" if zero.optimizer_pin_memory else "host_pageable"
         states = [
             State("master", share * FP32, "optimizer", "host_pageable" if zero.stage == 3 else pinned),
             State("moments", offloaded_states(job.recipe) * FP32 * share, "optimizer", "host_pageable"),
-            State("grads_fp32", share * FP32, "gradients", pinned, subgroups),
+            *(
+                State(f"grads_fp32.{number}", group.elements * FP32 * group.times, "gradients", pinned, group.times)
+                for number, group in enumerate(flat_weights(job, sizes))
+            ),
         ]
         if zero.stage < 3:  # temp_grad_buffer_for_gpu_offload and its pinned twin, stage_1_and_2.py:540-550
             largest = largest_tensor(job)

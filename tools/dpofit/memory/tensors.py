@@ -72,9 +72,13 @@ def own_trained(job: Job) -> list[Tensor]:
     return found
 
 
-def parameter_tensors(job: Job) -> int:
-    """How many parameter tensors the model has."""
-    return sum(tensor.times for tensor in parameters_of(job))
+def frozen_tensors(job: Job) -> list[Tensor]:
+    """The base model's parameters that stay as they are; of a module that an adapter copies to train, the original."""
+    if job.adapters:
+        return parameters_of(job)
+    trained = {tensor.name: tensor.times for tensor in own_trained(job)}
+    rest = [tensor._replace(times=tensor.times - trained.get(tensor.name, 0)) for tensor in parameters_of(job)]
+    return [tensor for tensor in rest if tensor.times]
 
 
 def largest_tensor(job: Job) -> int:

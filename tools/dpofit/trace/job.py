@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dpofit.errors import BadInput, Problem
 from dpofit.memory.job import Job
+from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Phase, Program, Space
 from dpofit.memory.scope import STAGES
 from dpofit.recipe.long_context import PIECES
 from dpofit.recipe.recipe import Recipe, ZeroConfig
-from dpofit.trace.optimizers import TRACED
+from dpofit.trace.optimizers import TRACED, own_optimizer
 from dpofit.trace.request import Attention, Checkpointing, TraceRequest
 
 if TYPE_CHECKING:
-    from dpofit.trace.storages import Recorder, Storage
+    from dpofit.trace.storages import Mark, Recorder, Storage
 
 STEPS = 2  # the first, which has no prefetch, and the steady one
 _CONFIG_TYPES = ("qwen2", "qwen3", "llama", "mistral", "phi3")
@@ -70,8 +71,8 @@ def request_of(job: Job) -> TraceRequest:
         freeze_extra=recipe.freeze_extra,
         lora_rank=recipe.lora_rank,
         lora_target=recipe.lora_target,
-        additional_target=recipe.additional_target,
         use_dora=recipe.use_dora,
+        additional_target=recipe.additional_target,
         precision="deepspeed" if recipe.zero else "autocast" if job.autocast else "pure_bf16",
         checkpointing=_checkpointing(recipe),
         liger=recipe.liger,
@@ -80,6 +81,7 @@ def request_of(job: Job) -> TraceRequest:
         micro_batches=min(recipe.gradient_accumulation, 2),  # the third is like the second
         steps=STEPS,
         optimizer=recipe.optim,
+        own_optimizer=own_optimizer(recipe),
         weight_decay=recipe.weight_decay,
         world_size=job.world_size,
         deepspeed=_deepspeed(recipe.zero) if recipe.zero else {},
@@ -170,9 +172,17 @@ def program_of(recorder: Recorder, request: TraceRequest) -> Program:
             phases.append(Phase(*current, tuple(items)))
             current, items = (mark.phase, mark.step), []
         tag, category = tags[mark.index], categories[mark.index]
-        items.append(Event(tag, mark.size_bytes, category, cast(Space, mark.space)))
+        items.append(Event(tag, _block_bytes(mark), category, cast(Space, mark.space)))
     phases.append(Phase(*current, tuple(items)))
     return Program(tuple(phases))
+
+
+def _block_bytes(mark: Mark) -> int:
+    """What is taken for a birth, given back by a death: of pinned memory torch takes more than it is asked for."""
+    if mark.space != "host_pinned":
+        return mark.size_bytes
+    block = pinned_block_bytes(abs(mark.size_bytes))
+    return block if mark.size_bytes > 0 else -block
 
 
 _DEEPSPEED_CATEGORIES = {
