@@ -15,7 +15,7 @@ from dpofit.memory.head import (
 from dpofit.memory.job import Job
 from dpofit.memory.layer import decoder_layer
 from dpofit.memory.layer_parts import capture
-from dpofit.memory.part import Part, clones, embedding, freed, head_spec, inputs, literal, residual_bytes
+from dpofit.memory.part import Part, clones, embedding, freed, head_spec, inputs, literal, residual_bytes, wrappers
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event
 from dpofit.memory.spec import LayerSpec
@@ -93,7 +93,8 @@ def frozen_layers(
     layer's copies of weights that autocast keeps to the end of the forward."""
     residual = residual_bytes(spec)
     held = Part(phase, (Event(f"{tape.prefix}inputs_embeds", residual, "activations"),), engine=engine)
-    parts = [Part(phase, tuple(embedding(spec, tape)), engine=engine), held]
+    around = wrappers(job) if engine.startswith("policy") else 0
+    parts = [Part(phase, tuple(embedding(spec, tape, around=around)), engine=engine), held]
     ends = []
     # a LoRA reference is the policy in training mode: unsloth's forward copies its input to the host all the same
     unsloth = job.recipe.use_unsloth_gc and engine.startswith("policy") and phase != "eval"

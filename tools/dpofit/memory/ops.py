@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dpofit.memory.dora import DoraLinear
 from dpofit.memory.quantized import quantized_linear
 from dpofit.memory.spec import BF16, FP32, LayerSpec, Lora
-from dpofit.memory.tape import Storage, Tape, Value
+from dpofit.memory.tape import BARE, Storage, Tape, Value
 from dpofit.models.shape import Linear
 
 
@@ -104,6 +104,7 @@ class Ops:
     def _lora_linear(self, x: Value, linear: Linear, lora: Lora) -> Value:
         """peft tuners/lora/layer.py Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling."""
         spec, tape = self.spec, self.tape
+        tape.mark("pre", BARE)  # peft's layer around the base's
         base = self._frozen_or_trained(x, linear)
         name = linear.name
         inputs, outputs = spec.tokens * linear.in_features, spec.tokens * linear.out_features
@@ -127,6 +128,7 @@ class Ops:
         if lora.adapter_bytes == FP32 and spec.autocast:
             casts = [self.weight_cast(f"{name}.lora_A", lora.rank * linear.in_features),
                      self.weight_cast(f"{name}.lora_B", lora.rank * linear.out_features)]  # fmt: skip
+        tape.mark("pre", BARE)  # lora_dropout, at least an Identity
         tape.mark("pre", f"{name}.lora_A")
         a = tape.new(f"{name}.lora_a", spec.tokens * lora.rank * width, "activations")
         tape.mark("post", f"{name}.lora_A")
@@ -151,6 +153,7 @@ class Ops:
         tape.drop(wide)
 
         def backward(grad: Storage) -> None:
+            tape.mark("pre_backward", BARE)
             total_grad = tape.new(f"{name}.grad_total", outputs * FP32 if width == FP32 else 0, "activation_grads")
             base_grad = tape.hold(grad)
             if width == FP32 and not narrows_first:
@@ -181,6 +184,7 @@ class Ops:
             elif dropped is None:
                 tape.drop(saved_in)
             tape.mark("post_backward", f"{name}.lora_A")
+            tape.mark("pre_backward", BARE)
             tape.drop(a_grad)
             tape.give(base, base_grad)
 
@@ -302,9 +306,11 @@ class Ops:
             tape.node(product, [gate_storage, up_storage], liger_backward)
             tape.drop(g.storage, u.storage)
         else:
+            tape.mark("pre", BARE)  # act_fn
             activated = Value(tape.new("mlp.silu", inner, "activations"), g.needs_grad)
 
             def silu_backward(grad: Storage) -> None:
+                tape.mark("pre_backward", BARE)
                 tape.give(g, tape.new("mlp.grad_gate", inner, "activation_grads"))
 
             tape.node(activated, [g.storage], silu_backward)
@@ -328,12 +334,14 @@ class Ops:
         spec, tape = self.spec, self.tape
         both = self.linear(x, gate_up)
         inner = spec.tokens * down.in_features * BF16
+        tape.mark("pre", BARE)  # activation_fn
         activated = tape.new("mlp.silu", inner, "activations")
         product = Value(tape.new("mlp.product", inner, "activations"), both.needs_grad)
 
         def backward(grad: Storage) -> None:
             up_grad = tape.new("mlp.grad_up", inner, "activation_grads")
             silu_grad = tape.new("mlp.grad_silu", inner, "activation_grads")
+            tape.mark("pre_backward", BARE)
             tape.drop(activated)
             gate_grad = tape.new("mlp.grad_gate", inner, "activation_grads")
             tape.drop(silu_grad)
@@ -364,13 +372,18 @@ class Ops:
         return out
 
     def residual(self, x: Value, y: Value, tag: str) -> Value:
-        """x + y; both get the gradient as it is."""
+        """x + y; both get the gradient as it is. Phi-3 has a dropout module before it."""
         tape = self.tape
+        dropout = self.spec.model.model_type == "phi3"
+        if dropout:
+            tape.mark("pre", BARE)
         size_bytes = self.spec.hidden * self.spec.residual_bytes // BF16
         out = Value(tape.new(tag, size_bytes, "activations"), x.needs_grad or y.needs_grad)
 
         def backward(grad: Storage) -> None:
             tape.give(x, tape.hold(grad))
+            if dropout:
+                tape.mark("pre_backward", BARE)
             if self.spec.residual_bytes == FP32:
                 tape.give(y, tape.new(f"{tag}.grad_bf16", self.spec.hidden, "activation_grads"))
             else:

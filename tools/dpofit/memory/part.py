@@ -11,7 +11,7 @@ from dpofit.memory.head import (
 from dpofit.memory.job import Job
 from dpofit.memory.program import Event
 from dpofit.memory.spec import BF16, LayerSpec
-from dpofit.memory.tape import Mark, Storage, Tape
+from dpofit.memory.tape import BARE, Mark, Storage, Tape
 
 INT64 = 8
 
@@ -54,8 +54,17 @@ def clones(job: Job) -> bool:
     return job.has_reference and not job.on("answer_logps")
 
 
-def embedding(spec: LayerSpec, tape: Tape, category: str = "activations") -> list[Event | Mark]:
+def wrappers(job: Job) -> int:
+    """Modules around the policy's whole model: peft's LoraModel and PeftModel, whose hook is that of the model inside,
+    whose own is never called; trl's model with a value head."""
+    return job.adapters + (job.recipe.stage == "rm")
+
+
+def embedding(spec: LayerSpec, tape: Tape, category: str = "activations", around: int = 0) -> list[Event | Mark]:
+    """`around`: of `wrappers`."""
     tape.mark("pre", "root")  # modules without parameters of their own: their hooks prefetch
+    for _ in range(around):
+        tape.mark("pre", BARE)
     tape.mark("pre", "model")
     embed(spec, tape, category)
     tape.mark("pre", "rotary_emb")

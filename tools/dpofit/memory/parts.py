@@ -17,10 +17,10 @@ from dpofit.memory.head import (
 )
 from dpofit.memory.job import Job
 from dpofit.memory.layer_parts import backward_layers, captured_ends, held_embedding, layer_templates, leaving
-from dpofit.memory.part import Part, clones, embedding, freed, head_spec, inputs, literal, residual_bytes
-from dpofit.memory.reward import scores
+from dpofit.memory.part import Part, clones, embedding, freed, head_spec, inputs, literal, residual_bytes, wrappers
+from dpofit.memory.reward import VALUE_HEAD_MODULES, scores
 from dpofit.memory.spec import LayerSpec
-from dpofit.memory.tape import Storage, Tape, Value
+from dpofit.memory.tape import BARE, Storage, Tape, Value
 
 
 def micro_batch(job: Job) -> list[Part]:
@@ -31,7 +31,7 @@ def micro_batch(job: Job) -> list[Part]:
     parts = [batch, made]
     tape = Tape()
     kept = "checkpoints" if job.recipe.gradient_checkpointing else "activations"
-    parts.append(Part("forward", tuple(embedding(spec, tape, kept))))
+    parts.append(Part("forward", tuple(embedding(spec, tape, kept, wrappers(job)))))
     templates = [(band, *layer_templates(job, spec.in_band(band), mask, band)) for band in bands]
     held = held_embedding(job, spec)
     forwards = [Part("forward", forward, band.count, first=band.first) for band, forward, _, _ in templates]
@@ -58,6 +58,8 @@ def micro_batch(job: Job) -> list[Part]:
 
     tape.give(result, loss_grad)
     tape.mark("pre_backward", "root")
+    for _ in range(wrappers(job) + (VALUE_HEAD_MODULES if job.recipe.stage == "rm" else 0)):
+        tape.mark("pre_backward", BARE)
     tape.run_backward()
     tape.drop(result.storage)
     if hidden.grad is not None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dpofit.memory.head import LOGITS, HeadSpec, logits
 from dpofit.memory.spec import BF16, FP32, LayerSpec
-from dpofit.memory.tape import Storage, Tape, Value
+from dpofit.memory.tape import BARE, Storage, Tape, Value
+
+VALUE_HEAD_MODULES = 3  # v_head, its dropout, its linear, which is small enough to stay gathered
 
 
 def scores(spec: LayerSpec, tape: Tape, states: Value, head: HeadSpec, head_bytes: int) -> Value:
     """The scores' graph value. `head_bytes`: of an element of the score's own weight. Dropout only in training."""
     elements = spec.tokens * spec.model.hidden_size
     unread, casts = _unread_logits(spec, tape, states, head)
+    for _ in range(VALUE_HEAD_MODULES):
+        tape.mark("pre", BARE)
     source, mask = tape.hold(states.storage), None
     if tape.grad:
         mask = tape.new("scores.mask", elements, "activations")

@@ -55,6 +55,9 @@ class Mark(NamedTuple):
     size_bytes: int = 0
 
 
+BARE = "bare"  # a module without parameters: what matters is that its hooks prefetch
+
+
 class Tape:
     """Records allocations, frees and marks of one stretch of a step."""
 
