@@ -48,7 +48,7 @@ class _FileHandle:
 
 
 def nvme_without_libaio() -> None:
-    """The async_io operator needs libaio, and page-locked memory; what is swapped when, and the files, stay the same."""
+    """The async_io operator needs libaio, and page-locked memory; the files, and who swaps when, are the same."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 

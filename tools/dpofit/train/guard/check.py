@@ -5,25 +5,24 @@ Reads safetensors headers, JSON and raw bytes only: no torch, nothing is unpickl
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from dpofit.findings import Evidence, Finding, Severity
-from dpofit.train.guard.durable import read_once
+from dpofit.train.guard.content import Progress, Task, could_hold_zeros, problems, torch_records
 from dpofit.train.guard.folders import FINAL_NEW, FINAL_PREVIOUS
-from dpofit.train.guard.manifest import MANIFEST_NAME, Manifest, hash_range, read_manifest
-from dpofit.train.guard.safetensors_layout import TensorSlot, read_layout
+from dpofit.train.guard.manifest import MANIFEST_NAME, Manifest, read_manifest
+from dpofit.train.guard.safetensors_layout import TensorSlot, read_json_object, read_layout, read_weight_map
 from dpofit.train.guard.shapes import expected_problems
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _REPAIR = "Write a Hugging Face folder from the ZeRO files: dpofit repair CHECKPOINT OUT."
-_HOLE_BYTES = 1 << 16  # a run of zeros this long inside a weight matrix doesn't come from training
-
-Progress = Callable[[int], None]
+_OLDER = "Take an older checkpoint, or copy this one again from where it was whole."
+_SHOWN = 5  # pieces of evidence of one kind; a folder of 10,000 shards may lack them all
+_TORCH_FILES = (".pt", ".pth", ".bin")
+_SMALL_MATRIX_BYTES = 1 << 17  # a hole of 64 KiB in less says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,8 @@ class _Weights:
 def check_checkpoint(folder: Path, progress: Progress = lambda nbytes: None) -> list[Finding]:
     """Findings about the checkpoint in `folder`; none of severity error means that it is whole, as far as it tells.
 
-    With a manifest every byte is checked; without one, structure, tensors and zero-filled holes are.
+    With a manifest every byte is checked; without one, structure, tensors, zero-filled holes and the CRCs that torch
+    writes into its own files are.
     """
     findings = [*_interrupted(folder)]
     manifest: Manifest | None = None
@@ -60,7 +60,7 @@ def check_checkpoint(folder: Path, progress: Progress = lambda nbytes: None) -> 
                     "not there; written by the stock save, or by a callback after the guard", fix="",
                 )
             )  # fmt: skip
-        findings += _holes(folder, weights, progress)
+        findings += _without_manifest(folder, weights, progress)
     return findings
 
 
@@ -86,11 +86,12 @@ def _interrupted(folder: Path) -> Iterator[Finding]:
 
 def _read_weights(folder: Path) -> _Weights:
     slots: dict[str, tuple[str, TensorSlot]] = {}
+    twice: list[Evidence] = []
     findings: list[Finding] = []
     for path in sorted(folder.glob("*.safetensors")):
         try:
             layout, _ = read_layout(path)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             findings.append(
                 _finding("save.bad-header", "error", "a weights file has no valid header", path, str(error))
             )
@@ -105,17 +106,21 @@ def _read_weights(folder: Path) -> _Weights:
             )  # fmt: skip
         for slot in layout.slots:
             if slot.name in slots:
-                findings.append(
-                    _finding("save.duplicate-tensor", "error", "a tensor is stored twice", path,
-                             f"{slot.name} is also in {slots[slot.name][0]}")
-                )  # fmt: skip
+                twice.append(_evidence(path, f"{slot.name} is also in {slots[slot.name][0]}"))
             slots[slot.name] = (path.name, slot)
+    if twice:
+        findings.append(
+            Finding(
+                "save.duplicate-tensor", "error", f"{len(twice)} tensors are stored twice", tuple(twice[:_SHOWN]),
+                cause="files of two saves lie in one folder", fix="Keep the files of one save, by their dates.",
+            )
+        )  # fmt: skip
     empty = [(file, slot) for file, slot in slots.values() if slot.nbytes == 0]
     if empty:
         findings.append(
             Finding(
                 "save.empty-tensors", "error", f"{len(empty)} tensors have no elements",
-                tuple(Evidence(str(folder / file), f"{slot.name} is {list(slot.shape)}") for file, slot in empty[:5]),
+                tuple(_evidence(folder / file, f"{slot.name} is {list(slot.shape)}") for file, slot in empty[:_SHOWN]),
                 cause="saved under ZeRO-3 without gathering: each rank's placeholder was written instead of the weight",
                 fix=_REPAIR,
             )
@@ -124,32 +129,40 @@ def _read_weights(folder: Path) -> _Weights:
 
 
 def _against_index(folder: Path, weights: _Weights) -> Iterator[Finding]:
-    path = folder / _INDEXES[0]
-    if not path.exists():
-        return
-    try:
-        listed: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        yield _finding("save.bad-index", "error", "the index can't be read", path, str(error))
-        return
-    missing_files = sorted({file for file in listed.values() if not (folder / file).exists()})
-    if missing_files:
-        yield Finding(
-            "save.missing-shard", "error", f"{len(missing_files)} weights files are missing",
-            tuple(Evidence(str(folder / file), "named in the index, not there") for file in missing_files[:5]),
-            cause="the save was cut short, or the folder was copied in part", fix=_REPAIR,
-        )  # fmt: skip
-    lost = [name for name, file in listed.items() if file not in missing_files and name not in weights.slots]
-    if lost:
-        yield _finding(
-            "save.missing-tensor", "error", f"{len(lost)} tensors of the index are in no file", path, lost[0]
-        )
-    stray = [name for name in weights.slots if name not in listed]
-    if stray:
-        yield _finding(
-            "save.stray-tensor", "warning", f"{len(stray)} tensors are not in the index: files of another save", path,
-            f"{stray[0]} in {weights.slots[stray[0]][0]}",
-        )  # fmt: skip
+    for name in _INDEXES:
+        path = folder / name
+        if not path.exists() and not path.is_symlink():
+            continue
+        try:
+            listed = read_weight_map(path)
+        except (ValueError, OSError) as error:
+            yield _finding("save.bad-index", "error", "the index can't be read", path, str(error))
+            continue
+        missing = {file for file in listed.values() if not (folder / file).is_file()}
+        if missing:
+            yield Finding(
+                "save.missing-shard", "error", f"{len(missing)} weights files are missing",
+                tuple(_evidence(folder / file, "named in the index, not there") for file in sorted(missing)[:_SHOWN]),
+                cause="the save was cut short, or the folder was copied in part", fix=_REPAIR,
+            )  # fmt: skip
+        if name != _INDEXES[0]:  # pickled shards aren't looked into
+            continue
+        elsewhere = [
+            tensor
+            for tensor, file in listed.items()
+            if file not in missing and weights.slots.get(tensor, ("",))[0] != file
+        ]
+        if elsewhere:
+            yield _finding(
+                "save.missing-tensor", "error", f"{len(elsewhere)} tensors are not in the file that the index names",
+                path, elsewhere[0],
+            )  # fmt: skip
+        stray = [tensor for tensor in weights.slots if tensor not in listed]
+        if stray:
+            yield _finding(
+                "save.stray-tensor", "warning", f"{len(stray)} tensors are not in the index: files of another save",
+                path, f"{stray[0]} in {weights.slots[stray[0]][0]}",
+            )  # fmt: skip
 
 
 def _missing_weights(folder: Path, weights: _Weights, manifest: Manifest | None) -> Iterator[Finding]:
@@ -182,89 +195,97 @@ def _missing_weights(folder: Path, weights: _Weights, manifest: Manifest | None)
 
 def _against_config(folder: Path, weights: _Weights) -> Iterator[Finding]:
     path = folder / "config.json"
-    if not weights.slots or not path.exists():
+    if not weights.slots or not (path.exists() or path.is_symlink()):
         return
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        config = read_json_object(path)
+    except (ValueError, OSError) as error:
         yield _finding("save.bad-config", "error", "config.json can't be read", path, str(error))
         return
     shapes = {name: (slot.dtype, slot.shape) for name, (_, slot) in weights.slots.items() if slot.nbytes}
-    problems = expected_problems(config, shapes)
-    if problems:
+    wrong = expected_problems(config, shapes)
+    if wrong:
         yield Finding(
             "save.not-this-model", "error", "tensors don't match config.json",
-            tuple(Evidence(str(path), problem) for problem in problems[:8]),
+            tuple(_evidence(path, problem) for problem in wrong[:8]),
             cause="weights were lost, or weights and config come from different saves", fix=_REPAIR,
         )  # fmt: skip
 
 
-def _against_manifest(folder: Path, manifest: Manifest, progress: Progress) -> list[Finding]:
-    findings: list[Finding] = []
-    jobs: list[tuple[Path, int, int, str]] = []
+def _against_manifest(folder: Path, manifest: Manifest, progress: Progress) -> Iterator[Finding]:
+    missing: list[Evidence] = []
+    tasks: list[Task] = []
     for entry in manifest.files:
         path = folder / entry.path
         if not path.is_file():
-            findings.append(
-                _finding(
-                    "save.missing-file", "error", "a file of the manifest is missing", path, f"{entry.bytes:,} bytes"
-                )
-            )
+            missing.append(_evidence(path, f"{entry.bytes:,} bytes"))
         elif path.stat().st_size != entry.bytes:
-            findings.append(
-                _finding("save.wrong-size", "error", "a file has not the size it was saved with", path,
-                         f"{path.stat().st_size:,} bytes, saved with {entry.bytes:,}")
+            yield _finding(
+                "save.wrong-size", "error", "a file has not the size it was saved with", path,
+                f"{path.stat().st_size:,} bytes, saved with {entry.bytes:,}",
             )  # fmt: skip
         else:
-            jobs += [(path, extent.offset, extent.length, extent.sha256) for extent in entry.extents]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib lets go of the interpreter lock
-        for job, actual in zip(jobs, pool.map(lambda job: _hash(job[0], job[1], job[2]), jobs), strict=True):
-            path, offset, length, expected = job
-            progress(length)
-            if actual != expected:
-                findings.append(
-                    Finding(
-                        "save.checksum", "error", "bytes changed since they were saved",
-                        (Evidence(str(path), f"bytes {offset:,} to {offset + length:,}: sha256 {actual[:16]}…, "
-                                             f"saved {expected[:16]}…"),),
-                        cause="a disk or copy fault, or something rewrote the file after the save",
-                        fix="Take an older checkpoint, or copy this one again from where it was whole.",
-                    )
-                )  # fmt: skip
-    return findings
+            for extent in entry.extents:
+                label = f"bytes {extent.offset:,} to {extent.offset + extent.length:,}"
+                tasks.append(Task(path, label, extent.offset, extent.length, "sha256", extent.sha256))
+    if missing:
+        yield Finding(
+            "save.missing-file", "error", f"{len(missing)} files of the manifest are missing",
+            tuple(missing[:_SHOWN]), fix=_REPAIR,
+        )  # fmt: skip
+    cause = "a disk or copy fault, or something rewrote the file after the save"
+    yield from _by_file("save.checksum", "error", "bytes changed since they were saved", tasks, progress, cause, _OLDER)
 
 
-def _hash(path: Path, offset: int, length: int) -> str:
-    try:
-        with read_once(path, offset, length) as fd:
-            return hash_range(fd, offset, length).sha256
-    except OSError as error:
-        return f"unreadable ({error})"
+def _without_manifest(folder: Path, weights: _Weights, progress: Progress) -> Iterator[Finding]:
+    """What the stock save's files tell of themselves: holes of zeros in matrices, CRCs in torch's own files."""
+    surely: list[Task] = []
+    maybe: list[Task] = []
+    sizes = {file: (folder / file).stat().st_size for file, _ in weights.slots.values()}
+    for name, (file, slot) in sorted(weights.slots.items(), key=lambda item: (item[1][0], item[1][1].offset)):
+        if slot.offset + slot.nbytes > sizes[file]:
+            continue  # the file is cut short, which has been said
+        if slot.nbytes >= _SMALL_MATRIX_BYTES and len(slot.shape) > 1:
+            task = Task(folder / file, name, slot.offset, slot.nbytes, "zeros")
+            (maybe if could_hold_zeros(name) else surely).append(task)
+    title, cause = (
+        "a weight matrix has a hole of zeros",
+        "a rank's part was never written: node-local disks, a save cut short",
+    )
+    yield from _by_file("save.zero-hole", "error", title, surely, progress, cause, _REPAIR)
+    cause += ", or rows of the vocabulary that nothing trains, or an adapter before its first step"
+    yield from _by_file("save.zero-hole", "warning", title, maybe, progress, cause, "")
+
+    records: list[Task] = []
+    cause = "the save or a copy was cut short, or the disk is at fault"
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in _TORCH_FILES and path.is_file():
+            try:
+                records += torch_records(path)
+            except (ValueError, OSError) as error:
+                yield _finding("save.torch-file", "error", "a torch file is damaged", path, str(error), cause, _OLDER)
+    yield from _by_file("save.torch-file", "error", "a torch file is damaged", records, progress, cause, _OLDER)
 
 
-def _holes(folder: Path, weights: _Weights, progress: Progress) -> Iterator[Finding]:
-    """Matrices with a long run of zero bytes: what a rank that never wrote, or a node-local disk, leaves behind."""
-    zeros = bytes(_HOLE_BYTES)
-    for name, (file, slot) in sorted(weights.slots.items()):
-        if slot.nbytes < 2 * _HOLE_BYTES or len(slot.shape) < 2:
-            progress(slot.nbytes)
-            continue
-        with read_once(folder / file) as fd:
-            for start in range(slot.offset, slot.offset + slot.nbytes - _HOLE_BYTES + 1, 64 * _HOLE_BYTES):
-                block = os.pread(fd, min(64 * _HOLE_BYTES, slot.offset + slot.nbytes - start), start)
-                progress(len(block))
-                found = block.find(zeros)
-                if found >= 0:
-                    yield Finding(
-                        "save.zero-hole", "error", "a weight matrix has a hole of zeros",
-                        (Evidence(str(folder / file), f"{name}: zeros from byte {start + found:,} on"),),
-                        cause="a rank's part was never written: node-local disks, or a save cut short",
-                        fix=_REPAIR,
-                    )  # fmt: skip
-                    break
+def _by_file(
+    id: str, severity: Severity, title: str, tasks: list[Task], progress: Progress, cause: str, fix: str
+) -> Iterator[Finding]:
+    """One finding a file for all its tasks that fail."""
+    for path, found in groupby(problems(tasks, progress), key=lambda pair: pair[0].path):
+        evidence = [_evidence(path, problem) for _, problem in found]
+        yield Finding(id, severity, title, tuple(evidence[:_SHOWN]), cause, fix)
+
+
+def _evidence(where: Path, text: str) -> Evidence:
+    """Names in a damaged file can hold anything: nothing unprintable reaches the terminal."""
+    return Evidence(_printable(str(where)), _printable(text))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def _finding(
     id: str, severity: Severity, title: str, where: Path, text: str, cause: str = "", fix: str = _REPAIR
 ) -> Finding:
-    return Finding(id, severity, title, (Evidence(str(where), text),), cause, fix if severity == "error" else "")
+    return Finding(id, severity, title, (_evidence(where, text),), cause, fix if severity == "error" else "")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dpofit.train.guard.durable import fsync_folder
+from dpofit.train.guard.durable import blocks, fsync_folder
 
 MANIFEST_NAME = "dpofit-manifest.json"
 SCHEMA = "dpofit.manifest/1"
@@ -68,23 +68,41 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest | None:
     """The folder's manifest, None if it has none. ValueError when there is one that can't be understood."""
     path = folder / MANIFEST_NAME
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from None
     try:
         document: dict[str, Any] = json.loads(text)
         if document["schema"] != SCHEMA:
             raise ValueError(f"schema {document['schema']!r}, this version reads {SCHEMA}")
-        files = tuple(
-            FileEntry(entry["path"], entry["bytes"], tuple(Extent(**extent) for extent in entry["extents"]))
-            for entry in document["files"]
-        )
         return Manifest(
-            document["step"], document["world_size"], document["backend"], dict(document["versions"]), files
-        )
-    except (ValueError, KeyError, TypeError) as error:
+            document["step"], document["world_size"], document["backend"], dict(document["versions"]),
+            tuple(_file_entry(entry) for entry in document["files"]),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} can't be read as a manifest: {error}") from None
+
+
+def _file_entry(entry: dict[str, Any]) -> FileEntry:
+    path, size = entry["path"], entry["bytes"]
+    if not isinstance(path, str) or not is_inside(path):
+        raise ValueError(f"{path!r} is not a path inside the checkpoint")
+    extents = tuple(Extent(**extent) for extent in entry["extents"])
+    if type(size) is not int or any(type(n) is not int or n < 0 for e in extents for n in (e.offset, e.length)):
+        raise ValueError(f"{path}: sizes and offsets must be whole numbers")
+    if any(extent.offset + extent.length > size for extent in extents) or uncovered(extents, size):
+        raise ValueError(f"{path}: its extents don't cover its {size} bytes")
+    return FileEntry(path, size, extents)
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path stays in its folder: no root, no `..`, no NUL."""
+    return bool(path) and not os.path.isabs(path) and ".." not in path.split("/") and "\0" not in path
 
 
 def looks_whole(folder: Path) -> bool:
@@ -117,14 +135,9 @@ def uncovered(extents: Iterable[Extent], file_bytes: int) -> list[tuple[int, int
     return gaps
 
 
-def hash_range(fd: int, offset: int, length: int, chunk_bytes: int = 8 * 2**20) -> Extent:
+def hash_range(fd: int, offset: int, length: int) -> Extent:
     """The extent of what lies in the file now; OSError if the file ends before it."""
     digest = hashlib.sha256()
-    position, end = offset, offset + length
-    while position < end:
-        data = os.pread(fd, min(chunk_bytes, end - position), position)
-        if not data:
-            raise OSError(f"file ends at byte {position}, expected {end}")
-        digest.update(data)
-        position += len(data)
+    for block in blocks(fd, offset, length):
+        digest.update(block)
     return Extent(offset, length, digest.hexdigest())

@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
+
+from dpofit.train.guard.manifest import is_inside
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -79,6 +82,8 @@ def lay_out(
 
 def read_layout(path: Path) -> tuple[FileLayout, dict[str, str]]:
     """The layout and metadata of a file on disk, header only. ValueError says what is malformed."""
+    if not path.is_file():
+        raise ValueError("is not a file, or a link to nothing")
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -95,13 +100,15 @@ def read_layout(path: Path) -> tuple[FileLayout, dict[str, str]]:
         for name, entry in entries.items():
             start, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
+            if any(type(number) is not int or number < 0 for number in (start, end, *shape)):
+                raise ValueError(f"{name!r} has a shape or offset that is not a whole number")
             slots.append(TensorSlot(name, entry["dtype"], shape, 8 + length + start, end - start))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"header is not valid safetensors JSON ({type(error).__name__}: {error})") from None
     slots.sort(key=lambda slot: (slot.offset, slot.nbytes))
     position = 8 + length
     for slot in slots:
-        if slot.dtype not in DTYPE_BITS:
+        if not isinstance(slot.dtype, str) or slot.dtype not in DTYPE_BITS:
             raise ValueError(f"tensor {slot.name} has unknown dtype {slot.dtype}")
         if slot.offset != position:
             raise ValueError(f"tensor {slot.name} starts at byte {slot.offset}, expected {position}")
@@ -109,3 +116,27 @@ def read_layout(path: Path) -> tuple[FileLayout, dict[str, str]]:
             raise ValueError(f"tensor {slot.name}: {slot.nbytes} bytes for {slot.dtype} {list(slot.shape)}")
         position += slot.nbytes
     return FileLayout(prefix + text, tuple(slots), position), metadata
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor → file of an index. ValueError when it isn't one, or names a file outside its folder."""
+    listed = read_json_object(path).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise ValueError("has no weight_map of names to files")
+    for file in listed.values():
+        if not is_inside(file):
+            raise ValueError(f"{file!r} is not a file of this folder")
+    return listed
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError says why there is none."""
+    if not path.is_file():
+        raise ValueError("is not a file, or a link to nothing")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise ValueError(f"can't be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object")
+    return value

@@ -9,7 +9,7 @@ from typing import Any
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
-_LAYER = re.compile(r"^(.*?(?:layers|h|blocks))\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"^(.*?(?:layers|h|blocks))\.(\d{1,6})\.(.+)$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte)\.weight$")
 _HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 # Every layer of these has the same tensors; of others (mixtures, hybrids) that isn't assumed.
@@ -17,6 +17,7 @@ _UNIFORM = {
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "granite", "internlm2", "internlm3", "olmo2",
     "chatglm", "starcoder2", "cohere", "yi", "baichuan",
 }  # fmt: skip
+_MOST_LAYERS = 10_000
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -27,7 +28,8 @@ def expected_problems(config: Mapping[str, Any], shapes: Shapes) -> list[str]:
     known to be uniform), embedding and head against vocab_size and hidden_size, a missing head when
     embeddings aren't tied, and the declared dtype. Keys that a config lacks are not guessed.
     """
-    text: Mapping[str, Any] = config.get("text_config") or config
+    nested = config.get("text_config")
+    text: Mapping[str, Any] = nested if isinstance(nested, Mapping) and nested else config
     return [
         *_layers(text, shapes),
         *_vocabulary(text, config, shapes),
@@ -39,6 +41,8 @@ def _layers(text: Mapping[str, Any], shapes: Shapes) -> list[str]:
     wanted = text.get("num_hidden_layers")
     if not isinstance(wanted, int):
         return []
+    if not 0 < wanted < _MOST_LAYERS:
+        return [f"num_hidden_layers is {wanted}, which no model has"]
     stacks: dict[str, dict[int, dict[str, tuple[int, ...]]]] = defaultdict(lambda: defaultdict(dict))
     for name, (_, shape) in shapes.items():
         if (match := _LAYER.match(name)) and "visual" not in name and "vision" not in name:
@@ -75,7 +79,10 @@ def _vocabulary(text: Mapping[str, Any], config: Mapping[str, Any], shapes: Shap
                 problems.append(
                     f"{name} is {list(shapes[name][1])}; vocab_size and hidden_size say [{vocab}, {hidden}]"
                 )
-    generates = any("CausalLM" in kind or "ConditionalGeneration" in kind for kind in config.get("architectures") or [])
+    kinds = config.get("architectures")
+    generates = isinstance(kinds, list) and any(
+        "CausalLM" in str(kind) or "ConditionalGeneration" in str(kind) for kind in kinds
+    )
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     if generates and tied is False and embeddings and not heads:
         problems.append("tie_word_embeddings is false and lm_head.weight is missing")
