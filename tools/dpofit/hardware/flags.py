@@ -8,7 +8,7 @@ from dpofit.hardware.gpus import find_gpu
 from dpofit.units import parse_bytes
 
 _WHERE = "command line"
-MOST_NODES, MOST_GPUS_PER_NODE = 100_000, 1_000  # beyond every cluster; ranks are walked one by one
+MOST_NODES, MOST_GPUS_PER_NODE = 100_000, 1_000  # beyond every cluster
 
 
 def cluster_from(

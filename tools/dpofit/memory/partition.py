@@ -32,7 +32,7 @@ def partition_bytes(job: Job) -> PartitionBytes:
     """Every trained matrix that touches a partition counts whole (:1447-1476); one without a gradient gets zeros
     (get_all_grad_tensors); get_grad_norm_direct takes each slice to float64. Biases and norms, a group of their own,
     are left out."""
-    ranks = _ranks(job)
+    ranks = _ranks(job).values()
     buffer = max(rank.buffer for rank in ranks)
     held = max(rank.buffer + rank.zeros for rank in ranks)
     return PartitionBytes(buffer, held - buffer, max(_at_norm(rank) for rank in ranks) - held)
@@ -55,29 +55,36 @@ def fullest_ranks(job: Job) -> tuple[int, ...]:
         return (0, job.world_size - 1)
     ranks = _ranks(job)
     moments = (lambda one: one.buffer, lambda one: one.buffer + one.zeros, _at_norm)
-    return tuple(sorted({max(range(job.world_size), key=lambda n: most(ranks[n])) for most in moments}))
+    return tuple(sorted({max(ranks, key=lambda rank: most(ranks[rank])) for most in moments}))
 
 
 def _at_norm(rank: PartitionBytes) -> int:
     return rank.buffer + rank.zeros + rank.norm
 
 
-def _ranks(job: Job) -> list[PartitionBytes]:
-    """What each rank needs."""
+def _ranks(job: Job) -> dict[int, PartitionBytes]:
+    """What each rank needs, from the lowest up. Of ranks whose whole partition lies inside one matrix only the first
+    stands there: the others need as much."""
     matrices = _matrices(job)
     world, start = job.world_size, 0
     share = math.ceil(sum(elements for elements, _ in matrices) / world)
-    gradients, zeros, largest = [0] * world, [0] * world, [0] * world
+    gradients: dict[int, int] = {}
+    zeros: dict[int, int] = {}
+    largest = {0: 0}
     for elements, has_gradient in matrices:
-        for rank in range(start // share, min((start + elements - 1) // share, world - 1) + 1):
-            (gradients if has_gradient else zeros)[rank] += elements * BF16
+        first, last = start // share, min((start + elements - 1) // share, world - 1)
+        for rank in {first, min(first + 1, last), last}:
+            kind = gradients if has_gradient else zeros
+            kind[rank] = kind.get(rank, 0) + elements * BF16
             inside = min(start + elements, (rank + 1) * share) - max(start, rank * share)
-            largest[rank] = max(largest[rank], inside * FLOAT64)
+            largest[rank] = max(largest.get(rank, 0), inside * FLOAT64)
         start += elements
-    return [  # the buffer is made for all that touch it, when the first gradient comes
-        PartitionBytes(some + none if some else 0, none, norm)
-        for some, none, norm in zip(gradients, zeros, largest, strict=True)
-    ]
+    found = {}
+    for rank in sorted(largest):
+        some, none = gradients.get(rank, 0), zeros.get(rank, 0)
+        # the buffer is made for all that touch it, when the first gradient comes
+        found[rank] = PartitionBytes(some + none if some else 0, none, largest[rank])
+    return found
 
 
 def _matrices(job: Job) -> list[tuple[int, bool]]:
