@@ -68,11 +68,13 @@ class CachingAllocator:
         keys = pool.keys
         index = bisect_left(keys, size << _ADDRESS_BITS)
         if index < len(keys):
-            if self._expandable:
-                index = self._away_from_the_edge(keys, index)
-            key = keys.pop(index)
+            key = keys[index]
             address, block = key & _ADDRESS_MASK, key >> _ADDRESS_BITS
-            del self._free_at[address]
+            if address + block in self._unmapped_at:
+                index = self._away_from_the_edge(keys, index)
+                key = keys[index]
+                address, block = key & _ADDRESS_MASK, key >> _ADDRESS_BITS
+            del keys[index], self._free_at[address]
         else:
             found = self._grow(pool, size)
             if found is None:

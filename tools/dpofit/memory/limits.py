@@ -93,10 +93,9 @@ def _longest_fitting(job: Job, plan: Plan, allocated: AllocatedBySteps, longest:
     are too many.
     """
     capacity = job.cluster.gpu.capacity_bytes
-    most = int((capacity - overhead(job).high_bytes) / (1 + residuals_for(job.cluster).reserved[1]))
-    low, high = 0, allocated.most_within(most, 0, longest + 1) + 1  # low fits (or is 0), high does not (or is the end)
+    low, high = 0, longest + 1  # low fits (or is 0), high does not (or is past the end)
     tried: dict[int, _Tried] = {}
-    guess = allocated.most_within(int(capacity * FIRST_GUESS[expandable_segments(job)]), 0, high)
+    guess = allocated.about(int(capacity * FIRST_GUESS[expandable_segments(job)]), 0, high)
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
         found = tried[guess] = _try(at_prompt(job, guess * STEP_TOKENS), plan)
@@ -116,7 +115,7 @@ def _next_guess(tried: dict[int, _Tried], allocated: AllocatedBySteps, capacity:
     if last.of_card is None or last.of_allocated is None:
         return (low + high) // 2
     if below is None or above is None or below.of_card is None or above.of_card is None:
-        guess = allocated.most_within(int(capacity / last.of_allocated), low, high)
+        guess = allocated.about(int(capacity / last.of_allocated), low, high)
         return guess + last.fits  # the first that should fail, then the last that should fit
     if high - low > NEAR * low:
         if same_side > 1:
@@ -125,7 +124,7 @@ def _next_guess(tried: dict[int, _Tried], allocated: AllocatedBySteps, capacity:
     if same_side > 4:
         return (low + high) // 2
     least = min(one.of_allocated for steps, one in tried.items() if one.of_allocated and steps > low * (1 - NEAR))
-    return allocated.most_within(int(capacity / least), low, high)
+    return allocated.about(int(capacity / least), low, high)
 
 
 def _binding(job: Job, plan: Plan) -> Binding:
@@ -164,7 +163,11 @@ class AllocatedBySteps:
             insort(self._steps, steps)
         return self._seen[steps]
 
-    def most_within(self, target_bytes: int, low: int, high: int) -> int:
+    def about(self, target_bytes: int, low: int, high: int) -> int:
+        """Nearly the most steps in [low, high) that take no more than the target, for a next guess."""
+        return self.most_within(target_bytes, low, high, exact=False)
+
+    def most_within(self, target_bytes: int, low: int, high: int, exact: bool = True) -> int:
         """The most steps in [low, high) that take no more than the target; allocated bytes grow with length.
 
         False position between the nearest lengths tried, since they grow almost as a straight line; halving when that
@@ -184,17 +187,20 @@ class AllocatedBySteps:
         turn = 0
         while above - below > 1:
             turn += 1
+            of_a_step = None
             if above_bytes is None:
                 middle = min(below + FIRST_STRIDE, above - 1)
             elif turn % 4 == 0:
                 middle = (below + above) // 2
             else:
-                share = (target_bytes - self(below)) / (above_bytes - self(below))
-                middle = below + int(share * (above - below))
+                of_a_step = (above_bytes - self(below)) / (above - below)
+                middle = below + int((target_bytes - self(below)) / of_a_step) if of_a_step else below
             middle = min(max(middle, below + 1), above - 1)
             size_bytes = self(middle)
             if size_bytes <= target_bytes:
                 below = middle
             else:
                 above, above_bytes = middle, size_bytes
+            if not exact and of_a_step and abs(size_bytes - target_bytes) <= of_a_step:
+                break
         return below

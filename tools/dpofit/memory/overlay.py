@@ -49,6 +49,9 @@ class Engine:
     later: bool = False  # no step's first micro-batch: what the one before left gathered is there
     embedding_hooked: bool = True  # backward reaches the embedding, whose hook gathers it and never releases
 
+    def __hash__(self) -> int:  # mappings have none; equality compares all
+        return hash((self.name, self.config, self.traced))
+
 
 class Effect(NamedTuple):
     """One change of a storage at a mark. `where` is the module, relative to the layer the mark stands in when both lie
@@ -129,11 +132,27 @@ class Decisions:
     kept: tuple[Event, ...] = ()  # what the parts leave gathered until engine.step releases it: `_hooks` says why
 
 
+REMEMBERED = 32
+_decided: dict[object, Decisions] = {}  # marks, engines, bucket → what was worked out: recipes have most in common
+
+
 def decide(
     parts: Sequence[Part], engines: Sequence[Engine], reducer: Reducer | None, ids: ModuleIds, overlap: bool = False
 ) -> Decisions:
     """Without engines no parameter moves (below stage 3); without a reducer gradients stay. `overlap`: overlap_comm,
     gathers and reductions have streams, and so memory pools, of their own."""
+    shapes = [replace(part, records=tuple(r for r in part.records if isinstance(r, Mark))) for part in parts]
+    key = tuple(shapes), tuple(engines), repr(reducer), repr(ids), overlap
+    if key not in _decided:
+        if len(_decided) >= REMEMBERED:
+            _decided.clear()
+        _decided[key] = _decide(parts, engines, reducer, ids, overlap)
+    return _decided[key]
+
+
+def _decide(
+    parts: Sequence[Part], engines: Sequence[Engine], reducer: Reducer | None, ids: ModuleIds, overlap: bool
+) -> Decisions:
     marks = [[record for record in part.records if isinstance(record, Mark)] for part in parts]
     moves = {engine.name: _hooks(parts, marks, engine, ids) for engine in engines}
     hooks = {name: iter(actions) for name, (_, actions) in moves.items()}
@@ -318,16 +337,16 @@ def _expand(part: Part, layer: int | None, decision: Decision, decisions: Decisi
     marks = iter(decision)
     for record in part.records:
         if isinstance(record, Event):
-            if layer is not None:
-                record = record._replace(tag=f"{record.tag}#{layer + record.shift}", shift=0)
-            out.append(record)
+            out.append(record if layer is None else _of_layer(record, layer))
             continue
         for effect in next(marks):
-            for event in _events(effect, part.engine, decisions):
-                if layer is not None and not effect.absolute:
-                    event = event._replace(tag=f"{event.tag}#{layer + event.shift}", shift=0)
-                out.append(event)
+            events = _events(effect, part.engine, decisions)
+            out += events if layer is None or effect.absolute else [_of_layer(event, layer) for event in events]
     return out
+
+
+def _of_layer(event: Event, layer: int) -> Event:
+    return Event(f"{event.tag}#{layer + event.shift}", event.size_bytes, event.category, event.space, event.stream)
 
 
 _CATEGORY = {"gather": "gathered", "flat": "gathered", "grad": "gradients"}
