@@ -38,6 +38,11 @@ def test_fits_without_a_cluster_asks_of_the_one_each_is_written_for(dpofit):
     assert names(ran) == names(dpofit("list", "--family", "llama3.3-70b-dpo", "--json"))
 
 
+def test_no_bf16_recipe_fits_a_card_without_bf16(dpofit):
+    assert dpofit("list", "--family", "qwen2.5-7b", "--fits", "--gpu", "v100-32g").exit_code == 1
+    assert dpofit("list", "--family", "qwen2.5-7b", "--fits", "--gpu", "v100-99g").exit_code == 2
+
+
 def test_nothing_left_is_exit_1(dpofit):
     ran = dpofit("list", "--family", "llama3.3-70b-dpo", "--gpu", "t4-16g")
     assert (ran.exit_code, ran.out) == (1, "No recipe is left.\n")

@@ -121,6 +121,20 @@ def test_oom_is_exit_code_1(dpofit, mine):
     assert dpofit("predict", mine, "--gpu", "8GiB").exit_code == 1
 
 
+@pytest.mark.parametrize("command", ["predict", "limits", "compare", "advise"])
+def test_a_card_that_cannot_run_the_recipe_is_refused_with_what_would(dpofit, mine, command):
+    refused = dpofit(command, mine, "flash_attn=fa2", "--gpu", "t4-16g", "--gpus-per-node", 1)
+    assert refused.exit_code == 2
+    for said in ("t4-16g has no bf16", "Set fp16: true and bf16: false", "Set flash_attn: sdpa"):
+        assert said in refused.err
+
+
+def test_the_same_in_fp16_is_predicted(dpofit, mine):
+    half = ["fp16=true", "bf16=false", "cutoff_len=256"]
+    ran = dpofit("predict", mine, *half, "--gpu", "t4-16g", "--gpus-per-node", 1, "--json")
+    assert ran.json["verdict"] in ("tight", "oom")  # a base of 15.2e9 bytes on a card of 14.56 GiB
+
+
 def test_all_mistakes_come_at_once_with_a_remedy_each_and_exit_code_2(dpofit, mine):
     mine.write_text(MINE + "pref_los: sigmoid\nlora_rank: many\n", encoding="utf-8")
     ran = dpofit("predict", mine, "--gpu", "a100", "--nodes", 0, "--prompt", 0)

@@ -79,3 +79,9 @@ def test_an_unknown_name_is_answered_with_all_names() -> None:
 def test_a_size_without_a_sensible_unit_is_refused(size: str) -> None:
     with pytest.raises(BadInput, match="--gpu"):
         find_gpu(size)
+
+
+def test_every_known_card_but_v100_and_t4_has_bf16() -> None:
+    assert {name for name in gpu_names() if not find_gpu(name).bf16} == {"v100-16g", "v100-32g", "t4-16g"}
+    assert all(find_gpu(name).compute_capability for name in gpu_names())
+    assert find_gpu("64GiB").bf16

@@ -180,6 +180,17 @@ def test_a_busy_card_names_its_processes() -> None:
     assert finding.evidence[0].text == "pid 4244 30.0 GiB"
 
 
+@pytest.mark.parametrize(("name", "capability", "seen"), [
+    ("Tesla T4", (7, 5), {"config.bf16-hardware", "config.flash-attn-hardware"}), ("NVIDIA A10", (8, 6), set()),
+])  # fmt: skip
+def test_cards_before_ampere_are_told_what_they_cannot_do(name, capability, seen) -> None:
+    old = replace(card(0, name=name), compute_capability=capability)
+    found = read_recipe("qwen2.5-7b-dpo/lora-1gpu", ["flash_attn=fa2"])
+    here = machine(inventory=Inventory((old,), "550.54.15", (12, 4)))
+    findings = local_findings(found, start=read_start("torchrun --nproc_per_node 1 x.py", {}), machine=here)
+    assert {finding.id for finding in findings} & {"config.bf16-hardware", "config.flash-attn-hardware"} == seen
+
+
 def test_an_old_driver_is_an_error() -> None:
     old = machine(inventory=Inventory((card(0),), "470.82", (11, 4)), torch_cuda="13.0")
     assert "launch.driver-too-old" in {f.id for f in start("torchrun x.py", old)}

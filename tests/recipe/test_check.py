@@ -131,7 +131,14 @@ class TestMachine:
 
     def test_bf16_is_told_on_cards_without_it(self, write):
         assert ids(write(), gpu=find_gpu("t4-16g")) == {"config.bf16-hardware"}
+        assert ids(write(bf16=False, fp16=True), gpu=find_gpu("t4-16g")) == {"config.fp16-dpo"}
         assert ids(write(), gpu=find_gpu("a100-80g")) == set()
+
+    def test_flash_attention_2_is_refused_on_cards_it_does_not_run_on(self, write):
+        path = write(bf16=False, fp16=True, flash_attn="fa2")
+        assert ids(path, gpu=find_gpu("v100-32g")) == {"config.flash-attn-hardware", "config.fp16-dpo"}
+        assert check_exit_code(check_recipe(path, (), {}, find_gpu("v100-32g"))) == 1
+        assert ids(path, gpu=find_gpu("rtx3090")) == {"config.fp16-dpo"}
 
     def test_allocator_settings_that_the_launcher_overwrites_are_told(self, write):
         conf = "max_split_size_mb:128"

@@ -10,16 +10,18 @@ from typing import Any
 
 from dpofit.errors import BadInput, Problem
 from dpofit.hardware.calibration import Calibration, read_calibration
-from dpofit.hardware.cluster import Cluster
+from dpofit.hardware.cluster import Cluster, Gpu
 from dpofit.hardware.flags import cluster_from
 from dpofit.memory.job import Job, Lengths
 from dpofit.memory.lengths import longest_and_mix, read_lengths
 from dpofit.memory.stack import parse_stack
 from dpofit.models.known import find_model
+from dpofit.recipe.card_limits import unable
 from dpofit.recipe.catalogue import WrittenFor, newest, recipe_files, written_for
 from dpofit.recipe.load import LoadedRecipe, load_recipe
 from dpofit.recipe.long_context import with_option
 from dpofit.recipe.notes import Note
+from dpofit.recipe.recipe import Recipe
 
 DEFAULT_GPU, DEFAULT_NODES = "a100-80g", 1
 LONGEST_ROW = 100_000_000  # tokens; more is a slip of the keyboard
@@ -78,6 +80,7 @@ def plan_job(reference: str, overrides: Sequence[str], flags: JobFlags) -> Plann
     if problems or loaded is None or model is None or cluster_notes is None or lengths is None:
         raise BadInput(problems)
     cluster, notes = cluster_notes
+    _refuse_card(loaded.recipe, cluster.gpu)
     if calibration is not None:
         cluster = _calibrated(cluster, calibration, flags)
     longest, mix, more = lengths
@@ -107,6 +110,15 @@ def _cluster(flags: JobFlags, written: WrittenFor | None) -> tuple[Cluster, list
         text = f"Assumed where not given: {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}."
         notes.append(Note("cluster-assumed", text))
     return cluster, notes
+
+
+def _refuse_card(recipe: Recipe, gpu: Gpu) -> None:
+    """BadInput for what the card can't do: emulated bf16 takes memory that is not modelled."""
+    asked = unable(
+        gpu.name, gpu.compute_capability, bf16=recipe.bf16, pure_bf16=recipe.pure_bf16, attention=recipe.flash_attn
+    )
+    if problems := [Problem(str(recipe.source), found.key, found.wrong, found.right) for found in asked]:
+        raise BadInput(problems)
 
 
 def _calibrated(cluster: Cluster, calibration: Calibration, flags: JobFlags) -> Cluster:

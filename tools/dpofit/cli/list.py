@@ -94,10 +94,17 @@ def _progress(entries: Sequence[CatalogueEntry]) -> Iterable[CatalogueEntry]:
     return track(entries, "Predicting", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
-def _verdict(entry: CatalogueEntry, flags: JobFlags) -> Verdict:
+def _verdict(entry: CatalogueEntry, flags: JobFlags) -> Verdict | None:
+    """None: the card can't run it."""
+    from dpofit.hardware.flags import cluster_from
     from dpofit.memory.predict import predict
 
-    planned = plan_job(entry.file.full_name, [], flags)
+    if flags.gpu is not None:
+        cluster_from(flags.gpu, flags.nodes or 1, flags.gpus_per_node, flags.host_ram)  # bad flags are bad for all
+    try:
+        planned = plan_job(entry.file.full_name, [], flags)
+    except BadInput:
+        return None
     return predict(planned.job, planned.mix).verdict
 
 

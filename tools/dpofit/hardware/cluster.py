@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 from dpofit.hardware.calibration import Calibration
 
+AMPERE = 8, 0
+
+
+def has_bf16(compute_capability: tuple[int, int] | None) -> bool:
+    """torch 2.13 torch/cuda/__init__.py is_bf16_supported(including_emulation=False)."""
+    return compute_capability is None or compute_capability >= AMPERE
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -17,7 +24,12 @@ class Gpu:
     context_bytes: int  # CUDA context + kernels of a training process, before any tensor
     bf16_tflops: float | None = None  # dense peak; None when unknown (an exact --gpu SIZE)
     pcie_gb_per_s: float | None = None
-    bf16: bool = True  # pre-Ampere cards have no bf16
+    compute_capability: tuple[int, int] | None = None  # None when unknown
+
+    @property
+    def bf16(self) -> bool:
+        """Has it bf16 units, and FlashAttention-2? Cards before Ampere have neither; an unknown one counts as newer."""
+        return has_bf16(self.compute_capability)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,12 +41,16 @@ def tightest(readings: Sequence[Reading]) -> Gpu:
         f"NVML on this machine: {reading.name}, {format_gib(reading.usable_bytes)} less "
         f"{format_gib(reading.used_by_others_bytes)} used by others, the least of {len(readings)}"
     )
-    bf16 = reading.compute_capability >= (8, 0)
+    capability = reading.compute_capability
     if profile is None:
         context_bytes, context_source = UNKNOWN_CARD_CONTEXT
-        return Gpu(reading.name, free_bytes, f"{source}; {context_source}", context_bytes, bf16=bf16)
+        return Gpu(
+            reading.name, free_bytes, f"{source}; {context_source}", context_bytes, compute_capability=capability
+        )
     context_source = profile.source.rpartition("; ")[2]
-    return replace(profile, capacity_bytes=free_bytes, source=f"{source}; {context_source}", bf16=bf16)
+    return replace(
+        profile, capacity_bytes=free_bytes, source=f"{source}; {context_source}", compute_capability=capability
+    )
 
 
 def visible(readings: Sequence[Reading], cuda_visible_devices: str | None) -> list[Reading]:

@@ -20,6 +20,7 @@ class Card:
     used_bytes: int
     users: tuple[tuple[int, int], ...] = ()
     nvlinks: int | None = None  # links that are up; None where the card has none or NVML does not say
+    compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def _card(pynvml, index: int) -> Card:
     bus_id = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId)
     uuid, name = _text(pynvml.nvmlDeviceGetUUID(handle)), _text(pynvml.nvmlDeviceGetName(handle))
     usable = memory.total - memory.reserved
-    return Card(index, uuid, bus_id, name, usable, memory.used, users, _nvlinks(pynvml, handle))
+    capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    return Card(index, uuid, bus_id, name, usable, memory.used, users, _nvlinks(pynvml, handle), capability)
 
 
 def _nvlinks(pynvml, handle) -> int | None:

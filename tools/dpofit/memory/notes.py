@@ -73,6 +73,4 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
         note("accumulation-free", "Gradient accumulation changes no memory peak under ZeRO-2 and 3.")
     if job.model.sliding_window:
         note("sliding-window", "Sliding-window attention is planned as full attention: same memory without a mask.")
-    if job.cluster.gpu.bf16 is False and (recipe.bf16 or recipe.pure_bf16):
-        note("no-bf16", f"{job.cluster.gpu.name} has no bf16: the run would need fp16: true.")
     return notes

@@ -205,8 +205,12 @@ KINDS: dict[str, Kind] = {
         "Ampere and newer."
     ),
     "config.bf16-hardware": _warning(
-        "V100 and T4 have no bf16 units: torch emulates bf16 there, many times slower than fp16, and "
-        "FlashAttention-2 does not run."
+        "Cards before Ampere (V100, T4) have no bf16 units: torch emulates bf16 there, many times slower than fp16, "
+        "and its attention keeps all scores, rows x heads x tokens x tokens; the planning commands refuse it."
+    ),
+    "config.flash-attn-hardware": _error(
+        "FlashAttention-2's kernels need Ampere or newer (compute capability 8.0): on V100 and T4 the first forward "
+        'stops with "FlashAttention only supports Ampere GPUs or newer".'
     ),
     "config.no-cutoff": _warning(
         "`cutoff_len` defaults to 2,048: longer prompts and answers are cut at the tail, and pairs that "

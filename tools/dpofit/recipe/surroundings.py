@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from dpofit.hardware.cluster import Gpu
+from dpofit.recipe.card_limits import unable
 from dpofit.recipe.environment import ALLOCATOR_VARIABLES, launcher_sets_allocator
 from dpofit.recipe.issue import Issue
 from dpofit.recipe.keys import nearest
 from dpofit.recipe.load import ReadRecipe
 from dpofit.recipe.long_context import written
 from dpofit.recipe.run import Run
+from dpofit.recipe.settings import Settings
 
 # llamafactory 0.9.5 extras/constants.py CHECKPOINT_NAMES
 _FINISHED_MODEL = (
@@ -45,17 +47,22 @@ def launch_advice(read: ReadRecipe, gpu: Gpu | None) -> Iterator[Issue]:
     if read.run.long_context:
         wrong = f"has long-context pieces: {written(read.run.long_context)}"
         yield Issue("config.long-context-stock", str(path), None, wrong, "Start it with `dpofit launch`.")
-    if gpu is not None and not gpu.bf16:
-        for key in ("bf16", "pure_bf16"):
-            if s.on(key):
-                wrong = f"is on, and {gpu.name} has no bf16"
-                yield s.issue("config.bf16-hardware", key, wrong, f"Write fp16: true instead of {key}.")
+    if gpu is not None:
+        yield from card_advice(s, gpu.name, gpu.compute_capability)
     found = read.deepspeed
     if found is not None and found.found_in in ("recipe folder", "example"):
         wrong = f"was found in the recipe's folder: {found.source}"
         if found.found_in == "example":
             wrong = f"is not here; {Path(found.source).name} is taken for LLaMA-Factory's example of that name"
         yield s.issue("config.deepspeed-location", "deepspeed", wrong, "Start from the folder it is relative to.")
+
+
+def card_advice(s: Settings, card: str, compute_capability: tuple[int, int] | None) -> Iterator[Issue]:
+    """What the card can't do."""
+    asked = unable(
+        card, compute_capability, bf16=s.on("bf16"), pure_bf16=s.on("pure_bf16"), attention=str(s["flash_attn"])
+    )
+    return (s.issue(found.id, found.key, found.wrong, f"{found.right}.") for found in asked)
 
 
 def disk_advice(run: Run) -> Iterator[Issue]:

@@ -9,6 +9,7 @@ from dpofit.launch.inventory import visible_cards
 from dpofit.launch.machine import Machine
 from dpofit.launch.starts import Start
 from dpofit.recipe.load import ReadRecipe
+from dpofit.recipe.surroundings import card_advice
 from dpofit.units import GIB, format_gib
 
 BUSY_BYTES = GIB  # a driver and a display hold some hundred MiB; a process that trains holds more
@@ -42,6 +43,9 @@ def device_findings(machine: Machine, start: Start, found: ReadRecipe | None) ->
     seen = len(inventory.cards) if start.launcher == "deepspeed" and start.filtered else len(visible.cards)
     yield from _counts(start, seen, cards, asked, found)
     yield from _busy(machine, start)
+    if found is not None:
+        kinds = dict.fromkeys((card.name, card.compute_capability) for card in visible.cards)
+        yield from (issue.finding() for kind in kinds for issue in card_advice(found.settings, *kind))
     if inventory.cuda_driver and machine.torch_cuda:
         yield from _driver(machine)
 
