@@ -17,7 +17,7 @@ def command(
     checkpoint: Annotated[
         Path, typer.Argument(help="A checkpoint with ZeRO files, or a folder with a final save cut short.")
     ],
-    out: Annotated[Path, typer.Argument(help="Where to write; must not exist, or be empty.")],
+    out: Annotated[Path, typer.Argument(help="A new or empty folder, or what a killed repair left.")],
     json: Annotated[bool, typer.Option("--json", help="Print dpofit.repair/1.")] = False,
     guard_memory: Annotated[str, typer.Option("--guard-memory", help="Memory to use at most.")] = "256MiB",
 ) -> None:
@@ -34,10 +34,12 @@ def command(
 
     Exit code: 0 written and checked, 1 written but not whole, 2 can't be repaired.
     """
+    from dpofit.train.guard.folders import is_left_by_repair
+
     problems = []
     if not checkpoint.is_dir():
         problems.append(Problem(str(checkpoint), None, "is not a folder", "Give a checkpoint-N folder."))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not is_left_by_repair(out))):
         problems.append(
             Problem(str(out), None, "exists and is not empty", "Give a new folder; nothing is overwritten.")
         )

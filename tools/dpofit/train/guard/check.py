@@ -73,15 +73,19 @@ def _interrupted(folder: Path) -> Iterator[Finding]:
     left = [name for name in (FINAL_NEW, FINAL_PREVIOUS) if (folder / name).is_dir()]
     if not left:
         return
-    staged = (folder / FINAL_NEW / MANIFEST_NAME).exists()
-    yield Finding(
-        "save.final-interrupted", "error" if (folder / FINAL_PREVIOUS).is_dir() else "warning",
-        "a final save was killed while it " + ("moved its files in" if staged else "was being written"),
-        tuple(Evidence(str(folder / name), "is still there") for name in left),
-        cause="the process died between the first and the last rename of the save",
-        fix="The next guarded save into this folder finishes it; or copy it out whole: dpofit repair FOLDER OUT."
-        if staged else "The next guarded save into this folder removes it; what was there before is untouched.",
-    )  # fmt: skip
+    evidence = tuple(Evidence(str(folder / name), "is still there") for name in left)
+    if (folder / FINAL_NEW / MANIFEST_NAME).exists():
+        yield Finding(
+            "save.final-interrupted", "error" if (folder / FINAL_PREVIOUS).is_dir() else "warning",
+            "a final save was killed while it moved its files in", evidence,
+            cause="the process died between the first and the last rename of the save",
+            fix="The next guarded save into this folder finishes it; or copy it out whole: dpofit repair FOLDER OUT.",
+        )  # fmt: skip
+    else:  # nothing has been moved yet, or everything has
+        yield Finding(
+            "save.final-interrupted", "warning", "a killed save left files that nothing reads", evidence,
+            fix="The next guarded save into this folder removes them.",
+        )  # fmt: skip
 
 
 def _read_weights(folder: Path) -> _Weights:

@@ -16,6 +16,7 @@ STAGING = ".dpofit-saving"  # in the run folder; holds checkpoint-N while it is 
 TRASH = ".dpofit-trash"  # in the run folder; what is being deleted
 FINAL_NEW = ".dpofit-new"  # in the folder of a final save: the new files
 FINAL_PREVIOUS = ".dpofit-prev"  # in the folder of a final save: the files they replace
+REPAIR_BACKEND = "repair"  # what the manifest of a repaired folder says wrote it
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -142,6 +143,19 @@ def settle_final_save(folder: Path) -> None:
     fsync_folder(folder)
     remove_tree(new)
     remove_tree(previous)
+
+
+def is_left_by_repair(out: Path) -> bool:
+    """Whether a folder holds nothing but what a killed `dpofit repair` left: it may be written again."""
+    if not any((out / name).is_dir() for name in (FINAL_NEW, FINAL_PREVIOUS)):
+        return False
+    try:
+        manifest = read_manifest(out / FINAL_NEW) or read_manifest(out)
+    except ValueError:
+        return False
+    if manifest is None:
+        return [path.name for path in out.iterdir()] == [FINAL_NEW]
+    return manifest.backend == REPAIR_BACKEND
 
 
 def _stem(name: str) -> str | None:
