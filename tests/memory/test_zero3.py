@@ -31,10 +31,11 @@ def test_prefetch_overshoots_by_up_to_one_parameter():
     assert done[0] == (Action(True, A, 100), Action(True, B, 100))  # one element asked for, a whole parameter came
 
 
-def test_several_parameters_fetched_in_one_call_arrive_in_a_flat_buffer_and_are_copied_out():
+def test_several_parameters_fetched_in_one_call_arrive_in_a_flat_buffer_that_goes_when_the_last_is_met():
     done = coordinate(FORWARD, SIZES, config(prefetch_bucket=200))
-    assert done[0] == (Action(True, A, 100), Action(True, B, 200, flat=True))
-    assert done[2] == (Action(True, B, 100), Action(True, C, 100), Action(False, B, 200, flat=True))
+    assert done[0] == (Action(True, A, 100), Action(True, C, 200, flat=True))
+    assert done[2] == (Action(True, B, 100), Action(True, C, 100))
+    assert done[4] == (Action(False, C, 200, flat=True),)
 
 
 def test_max_live_stops_prefetch():

@@ -66,7 +66,7 @@ class Ops:
             gradient: Storage | None = None
             if x.needs_grad:
                 gradient = tape.new(f"{linear.name}.grad_in", inputs * BF16, "activation_grads")
-                gradient.view = True
+                gradient.view = not spec.linears_save_inputs  # zero/linear.py: matmul, whose result is no view
             if trained:
                 narrow = tape.new("new_grad", weight_count * BF16, "gradients")
                 if wide_weight is None:
@@ -104,9 +104,14 @@ class Ops:
     def _lora_linear(self, x: Value, linear: Linear, lora: Lora) -> Value:
         """peft tuners/lora/layer.py Linear.forward: result + lora_B(lora_A(dropout(x))) * scaling."""
         spec, tape = self.spec, self.tape
-        tape.mark("pre", BARE)  # peft's layer around the base's
-        base = self._frozen_or_trained(x, linear)
         name = linear.name
+        # peft's layer around base and adapter reads lora_A.weight's dtype, at first while that is partitioned: ZeRO-3
+        # takes it for a parameter of that layer too (deepspeed parameter_offload.py ZeROOrderedDict)
+        tape.mark("pre", f"{name}.lora_A")
+        around = Value(tape.new(f"{name}.hooks", 0, "activation_grads"), True)
+        tape.node(around, [], lambda _: tape.mark("post_backward", f"{name}.lora_A"))
+        tape.drop(around.storage)
+        base = self._frozen_or_trained(x, linear)
         inputs, outputs = spec.tokens * linear.in_features, spec.tokens * linear.out_features
         # fp32 adapters: _cast_input_dtype brings x to fp32; autocast then casts down again, and saves that copy; but
         # peft's tuners/lora/bnb.py leaves x to autocast
@@ -129,9 +134,8 @@ class Ops:
             casts = [self.weight_cast(f"{name}.lora_A", lora.rank * linear.in_features),
                      self.weight_cast(f"{name}.lora_B", lora.rank * linear.out_features)]  # fmt: skip
         tape.mark("pre", BARE)  # lora_dropout, at least an Identity
-        tape.mark("pre", f"{name}.lora_A")
+        tape.mark("pre", BARE)  # lora_A
         a = tape.new(f"{name}.lora_a", spec.tokens * lora.rank * width, "activations")
-        tape.mark("post", f"{name}.lora_A")
         if not tape.grad:
             tape.drop(saved_in)
         tape.mark("pre", f"{name}.lora_B")
@@ -153,7 +157,8 @@ class Ops:
         tape.drop(wide)
 
         def backward(grad: Storage) -> None:
-            tape.mark("pre_backward", BARE)
+            tape.mark("pre_backward", f"{name}.lora_A")
+            tape.give(around, tape.new(f"{name}.hooks", 0, "activation_grads"))
             total_grad = tape.new(f"{name}.grad_total", outputs * FP32 if width == FP32 else 0, "activation_grads")
             base_grad = tape.hold(grad)
             if width == FP32 and not narrows_first:
@@ -166,7 +171,7 @@ class Ops:
             self.adapter_gradient(f"{name}.lora_B", lora.rank * linear.out_features, lora)
             tape.mark("post_backward", f"{name}.lora_B")
             tape.drop(scaled_grad)
-            tape.mark("pre_backward", f"{name}.lora_A")
+            tape.mark("pre_backward", BARE)
             self.adapter_gradient(f"{name}.lora_A", lora.rank * linear.in_features, lora)
             if x.needs_grad:
                 low = tape.new(f"{name}.grad_lora_in", inputs * width, "activation_grads")
@@ -179,11 +184,10 @@ class Ops:
                     low = tape.hold(up) if x_is_wide else tape.new(
                         f"{name}.grad_lora_down", inputs * BF16, "activation_grads")  # fmt: skip
                     tape.drop(up)
-                low.view = not (upcast or x_is_wide)
+                low.view = not (upcast or x_is_wide or spec.linears_save_inputs)
                 tape.give(x, low)
             elif dropped is None:
                 tape.drop(saved_in)
-            tape.mark("post_backward", f"{name}.lora_A")
             tape.mark("pre_backward", BARE)
             tape.drop(a_grad)
             tape.give(base, base_grad)
@@ -194,6 +198,7 @@ class Ops:
         tape.drop(saved_in if tape.grad and dropped is not None else None, a, dropped)
         if lora.dropout:
             tape.drop(mask)
+        tape.mark("post", f"{name}.lora_A")
         return y
 
     def adapter_gradient(self, module: str, elements: int, lora: Lora) -> None:

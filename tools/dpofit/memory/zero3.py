@@ -42,7 +42,8 @@ def offset(layer: int) -> int:
 
 class Action(NamedTuple):
     """A buffer of `elements` parameters appears or goes: a module's own, or `flat`, the one that several parameters
-    fetched in one call arrive in and are copied out of (partition_parameters.py AllGatherCoalescedHandle.wait)."""
+    fetched in one call arrive in and are copied out of (partition_parameters.py AllGatherCoalescedHandle.wait).
+    `module` is the last that is met of those fetched ahead."""
 
     appears: bool
     module: int
@@ -103,7 +104,7 @@ def coordinate(
     )
     passed, uses = _traversal(fetches, totals)
     available = set(found)
-    inflight: dict[int, tuple[int, ...]] = {}
+    inflight: dict[int, _Flight] = {}
     last_fetched_for: dict[int, int] = {}
     live = step_id = 0
     nothing: tuple[Action, ...] = ()
@@ -130,11 +131,7 @@ def coordinate(
         done = _gathered(missing, sizes)
         for member in moving:
             if member in inflight:
-                group = inflight[member]
-                for one in group:
-                    del inflight[one]
-                    done.append(Action(True, one, sizes[one]))
-                done.append(Action(False, group[0], sum(sizes[one] for one in group), flat=True))
+                done += inflight.pop(member).met(member, sizes)
         waiting = {member for member in members if member in totals and last_fetched_for.get(member, -1) < step_id}
         while queue and waiting:
             index, popped = queue.popleft()
@@ -155,13 +152,29 @@ def coordinate(
         if len(ahead) == 1:
             done.append(Action(True, ahead[0], prefetching))
         elif ahead:
-            done.append(Action(True, ahead[0], prefetching, flat=True))
-            group = tuple(ahead)
-            for member in group:
-                inflight[member] = group
+            done.append(Action(True, ahead[-1], prefetching, flat=True))
+            flight = _Flight(tuple(ahead), set(ahead))
+            inflight |= dict.fromkeys(ahead, flight)
         step_id += 1
         actions.append(tuple(done) if done else nothing)
     return actions
+
+
+@dataclass(slots=True)
+class _Flight:
+    """Parameters fetched in one call, ahead of use. The first that is met copies all out of the flat buffer, which
+    goes with the last: the coordinator keeps the handle for each, and the handle the buffer."""
+
+    members: tuple[int, ...]
+    unmet: set[int]
+
+    def met(self, member: int, sizes: Mapping[int, int]) -> list[Action]:
+        first = len(self.unmet) == len(self.members)
+        done = [Action(True, one, sizes[one]) for one in self.members] if first else []
+        self.unmet.discard(member)
+        if not self.unmet:
+            done.append(Action(False, self.members[-1], sum(sizes[one] for one in self.members), flat=True))
+        return done
 
 
 def _gathered(members: Sequence[int], sizes: Mapping[int, int]) -> list[Action]:
