@@ -34,7 +34,7 @@ def test_prefetch_overshoots_by_up_to_one_parameter():
 def test_several_parameters_fetched_in_one_call_arrive_in_a_flat_buffer_that_goes_when_the_last_is_met():
     done = coordinate(FORWARD, SIZES, config(prefetch_bucket=200))
     assert done[0] == (Action(True, A, 100), Action(True, C, 200, flat=True))
-    assert done[2] == (Action(True, B, 100), Action(True, C, 100))
+    assert done[2] == (Action(True, B, 100, copied=True), Action(True, C, 100, copied=True))
     assert done[4] == (Action(False, C, 200, flat=True),)
 
 

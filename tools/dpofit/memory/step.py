@@ -165,12 +165,16 @@ def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) ->
     parameters = _parameters(job, ids, adapters=True)
     leaves = _leaves(job, ids, parameters)
     later = job.recipe.gradient_accumulation > 1
-    policy = Engine("policy", parameters, sizes.coordinator(), traced and not twice, twice, leaves, later, hooked)
+    slices = job.world_size if job.zero.offload_param == "cpu" else 1
+    coordinator, unbroken = sizes.coordinator(), traced and not twice
+    policy = Engine("policy", parameters, coordinator, unbroken, twice, leaves, later, hooked, slices)
     found = [policy]
     if job.reference_copy:
         alone = _parameters(job, ids, adapters=False)
         leaves = _leaves(job, ids, alone)
-        found.append(Engine("reference", alone, reference_coordinator(job), traced, leaves=leaves))
+        found.append(
+            Engine("reference", alone, reference_coordinator(job), traced, leaves=leaves, in_host_memory=slices)
+        )
     if job.passes > 1 and job.reference_copy:  # a step to the coordinator, with the trace of the forward before
         found += [replace(engine, name=f"{engine.name}{KL}", traced=True, twice=False) for engine in found]
     return found

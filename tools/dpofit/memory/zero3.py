@@ -43,12 +43,14 @@ def offset(layer: int) -> int:
 class Action(NamedTuple):
     """A buffer of `elements` parameters appears or goes: a module's own, or `flat`, the one that several parameters
     fetched in one call arrive in and are copied out of (partition_parameters.py AllGatherCoalescedHandle.wait).
-    `module` is the last that is met of those fetched ahead."""
+    `module` is the last that is met of those fetched ahead. `copied`: it comes out of such a buffer."""
 
     appears: bool
     module: int
     elements: int
     flat: bool = False
+    copied: bool = False
+    uploaded: int = 0  # elements of this rank's slice, when it is copied from host memory first
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class _Flight:
 
     def met(self, member: int, sizes: Mapping[int, int]) -> list[Action]:
         first = len(self.unmet) == len(self.members)
-        done = [Action(True, one, sizes[one]) for one in self.members] if first else []
+        done = [Action(True, one, sizes[one], copied=True) for one in self.members] if first else []
         self.unmet.discard(member)
         if not self.unmet:
             done.append(Action(False, self.members[-1], sum(sizes[one] for one in self.members), flat=True))
@@ -179,9 +181,9 @@ class _Flight:
 
 def _gathered(members: Sequence[int], sizes: Mapping[int, int]) -> list[Action]:
     """Members gathered in one call and waited for at once: several arrive in a flat buffer and are copied out."""
-    arrive = [Action(True, member, sizes[member]) for member in members]
     if len(members) < 2:
-        return arrive
+        return [Action(True, member, sizes[member]) for member in members]
+    arrive = [Action(True, member, sizes[member], copied=True) for member in members]
     flat = Action(True, members[0], sum(sizes[member] for member in members), flat=True)
     return [flat, *arrive, flat._replace(appears=False)]
 
