@@ -48,6 +48,7 @@ class Engine:
     leaves: Leaves = NO_LEAVES
     later: bool = False  # no step's first micro-batch: what the one before left gathered is there
     embedding_hooked: bool = True  # backward reaches the embedding, whose hook gathers it and never releases
+    in_host_memory: int = 1  # parts of each parameter, of which each rank copies its own to the GPU to gather it
 
     def __hash__(self) -> int:  # mappings have none; equality compares all
         return hash((self.name, self.config, self.traced))
@@ -55,9 +56,9 @@ class Engine:
 
 class Effect(NamedTuple):
     """One change of a storage at a mark. `where` is the module, relative to the layer the mark stands in when both lie
-    inside the stack (`absolute` False). A `copy` and a `check` come and go."""
+    inside the stack (`absolute` False). Those after the first three come and go."""
 
-    kind: str  # gather, flat, grad, copy, check
+    kind: str  # gather, flat, grad; copy, upload, check
     size_bytes: int
     where: int
     absolute: bool
@@ -166,7 +167,8 @@ def _decide(
         event
         for name, (actions, _) in moves.items()
         for action in actions
-        for event in _events(_moved(action, 0), name, decisions)
+        for effect in _moved(action, 0)
+        for event in _events(effect, name, decisions)
     ]
     decisions = replace(decisions, found=tuple(found))
     return replace(decisions, kept=_kept(parts, decisions)) if engines else decisions
@@ -204,7 +206,7 @@ def _runs(
         decision = tuple(
             _gradient_effects(mark, base, gradients, ids)
             if mark.kind == "grad"
-            else tuple(_moved(action, base) for action in next(hooked, ()))
+            else tuple(effect for action in next(hooked, ()) for effect in _moved(action, base))
             for mark in marks
         )
         last_run = runs[-1] if runs else None
@@ -253,12 +255,21 @@ def _hooks(
 
     def acted(found: frozenset[int]) -> list[tuple[Action, ...]]:
         if engine.traced:
-            return coordinate(hooks, engine.parameters, engine.config, engine.leaves, found)
-        return untraced(hooks, sizes, engine.leaves, found)
+            actions = coordinate(hooks, engine.parameters, engine.config, engine.leaves, found)
+        else:
+            actions = untraced(hooks, sizes, engine.leaves, found)
+        if engine.in_host_memory == 1:
+            return actions
+        return [tuple(_uploaded(action, engine.in_host_memory) for action in done) for done in actions]
 
     actions = acted(frozenset())
     left = left_gathered(actions) if engine.later else frozenset()
     return [Action(True, module, sizes[module]) for module in sorted(left)], acted(left) if left else actions
+
+
+def _uploaded(action: Action, parts: int) -> Action:
+    fetched = action.appears and not action.copied
+    return action._replace(uploaded=-(-action.elements // parts)) if fetched else action
 
 
 def _lost(mark: Mark, engine: Engine, recomputed: bool) -> bool:
@@ -273,9 +284,11 @@ def _gradient_effects(mark: Mark, base: int, reducer: Reducer | None, ids: Modul
     return tuple(_reduced(reducer.add(module, mark.elements, mark.size_bytes), base))
 
 
-def _moved(action: Action, base: int) -> Effect:
+def _moved(action: Action, base: int) -> Iterator[Effect]:
     size_bytes = (1 if action.appears else -1) * action.elements * BF16
-    return _effect("flat" if action.flat else "gather", size_bytes, action.module, base)
+    yield _effect("flat" if action.flat else "gather", size_bytes, action.module, base)
+    if action.uploaded:
+        yield Effect("upload", action.uploaded * BF16, 0, False)
 
 
 def _reduced(done: Sequence[tuple[int | str, int]], base: int) -> Iterator[Effect]:
@@ -352,9 +365,16 @@ def _of_layer(event: Event, layer: int) -> Event:
 _CATEGORY = {"gather": "gathered", "flat": "gathered", "grad": "gradients"}
 
 
+_PASSING = {
+    "copy": ("reduce_copy", "buckets"),
+    "upload": ("upload", "gathered"),
+    "check": ("overflow", "optimizer_workspace"),
+}
+
+
 def _events(effect: Effect, engine: str, decisions: Decisions) -> list[Event]:
-    if effect.kind in ("copy", "check"):
-        tag, category = ("reduce_copy", "buckets") if effect.kind == "copy" else ("overflow", "optimizer_workspace")
+    if effect.kind in _PASSING:
+        tag, category = _PASSING[effect.kind]
         copy = Event(tag, effect.size_bytes, category, "gpu", "reduce" if decisions.overlap else "compute")
         return [copy, copy._replace(size_bytes=-copy.size_bytes)]
     name = decisions.ids.name(effect.where)
