@@ -103,6 +103,10 @@ def grid() -> Iterator[Point]:
             for liger in (False, True):
                 yield Point(model, finetuning=finetuning, zero=zero, liger=liger)
         yield Point(model, finetuning=finetuning, pure_bf16=True, optim="adamw_torch")
+        for zero in ("none", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"):
+            yield Point(model, finetuning=finetuning, zero=zero, recipe=(("gradient_accumulation", 2),))
+        for liger in (False, True):
+            yield Point(model, stage="sft", finetuning=finetuning, zero="z3", liger=liger)
         yield from knobs(model, finetuning)
 
 

@@ -149,21 +149,27 @@ class Ops:
             tape.drop(scaled)
             scaled = narrow
         total = tape.new(f"{name}.lora_out", scaled.size_bytes, "activations")
-        y = Value(total, True)
+        y = summed = Value(total, True)
         tape.drop(scaled, base.storage)
-        if width == FP32 and not narrows_first:  # result.to(torch_result_dtype)
-            y.storage = tape.new(f"{name}.lora_result", outputs * BF16, "activations")
+        widened: list[Storage] = []  # the sum's fp32 gradient
+        if width == FP32 and not narrows_first:  # result.to(torch_result_dtype), a node of its own
+            y = Value(tape.new(f"{name}.lora_result", outputs * BF16, "activations"), True)
             tape.drop(total)
         tape.drop(wide)
+
+        def widen(grad: Storage) -> None:
+            widened.append(tape.new(f"{name}.grad_total", outputs * FP32, "activation_grads"))
+            tape.give(summed, tape.new(f"{name}.grad_sum", 0, "activation_grads"))
 
         def backward(grad: Storage) -> None:
             tape.mark("pre_backward", f"{name}.lora_A")
             tape.give(around, tape.new(f"{name}.hooks", 0, "activation_grads"))
-            total_grad = tape.new(f"{name}.grad_total", outputs * FP32 if width == FP32 else 0, "activation_grads")
-            base_grad = tape.hold(grad)
-            if width == FP32 and not narrows_first:
-                tape.drop(base_grad)
+            if widened:
+                total_grad = widened.pop()
                 base_grad = tape.new(f"{name}.grad_base", outputs * BF16, "activation_grads")
+            else:
+                total_grad = tape.new(f"{name}.grad_total", outputs * FP32 if width == FP32 else 0, "activation_grads")
+                base_grad = tape.hold(grad)
             scaled_grad = tape.new(f"{name}.grad_scaled", outputs * width, "activation_grads")
             tape.drop(total_grad)
             tape.mark("pre_backward", f"{name}.lora_B")
@@ -193,7 +199,9 @@ class Ops:
             tape.give(base, base_grad)
 
         saved = [a] if dropped is None else [mask, dropped, a]  # backward itself lets go of the input
-        tape.node(y, saved + casts, backward)
+        tape.node(summed, saved + casts, backward)
+        if y is not summed:
+            tape.node(y, [], widen)
         self.keep_weight_casts(*casts)
         tape.drop(saved_in if tape.grad and dropped is not None else None, a, dropped)
         if lora.dropout:
