@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dpofit.data.fix import FixPlan
 from dpofit.data.suggest import suggest
 
 from .helpers import check, finding, write_rows
@@ -85,3 +86,19 @@ def test_wrong_tags_are_answered_with_the_entry_that_works(tmp_path: Path):
     fixed = json.loads(found.fix.split(": ", 1)[1])
     (tmp_path / "dataset_info.json").write_text(json.dumps(fixed))
     assert check(tmp_path / "d.jsonl").run.pairs == 3
+
+
+def test_a_file_that_nothing_declares_and_nobody_can_read_gets_one_finding(tmp_path: Path):
+    (tmp_path / "semi.csv").write_text("instruction;chosen;rejected\na;b;c\n")
+    [found] = check(tmp_path / "semi.csv").findings
+    assert (found.id, found.severity) == ("data.format-unknown", "error")
+    assert found.evidence[0].text == "rows have: instruction;chosen;rejected"
+
+
+def test_undeclared_rows_that_must_be_rewritten_are_pointed_to_fix(tmp_path: Path):
+    write_rows(tmp_path / "trl.jsonl", [{"prompt": [U], "chosen": [A], "rejected": [B]}])
+    [found] = check(tmp_path / "trl.jsonl").findings
+    assert found.id == "data.format-unknown" and "dpofit data … --fix OUT" in found.fix
+    check(tmp_path / "trl.jsonl", fix=(tmp_path / "out", FixPlan()))
+    [row] = map(json.loads, (tmp_path / "out" / "pairs.jsonl").read_text().splitlines())
+    assert (row["conversations"], row["chosen"]["value"], row["rejected"]["value"]) == ([H], "x", "y")

@@ -117,6 +117,10 @@ _ALL = (
         "format-guessed", "info", "likely", "no dataset_info.json names this file; its format is guessed",
         "Without an entry LLaMA-Factory cannot use the file.", "{fix}", "the keys of the first 1,000 rows",
     ),
+    Check(
+        "format-unknown", "error", "likely", "no dataset_info.json names this file, and no mapping that dpofit knows gives pairs",
+        "LLaMA-Factory reads the columns that an entry names; tried here were the names that public preference data uses.", "{fix}", "the keys of the first 1,000 rows",
+    ),
     # --- rows that are lost, or that stop the run
     Check(
         "answer-missing", "warning", "certain", "{rows} have no chosen or no rejected answer and are dropped",

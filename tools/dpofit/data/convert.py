@@ -256,7 +256,7 @@ def _must_be_calls(content: str) -> None:
 def _must_be_json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _Stop(Lost("tools-not-json", f"{what} is not JSON: {_short(text)}", True)) from None
 
 

@@ -41,7 +41,7 @@ def _read(path: Path) -> dict[int, tuple[float, float]]:
                 try:
                     entry = json.loads(line)
                     given[int(entry["row"])] = (float(entry["chosen"]), float(entry["rejected"]))
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     right = 'Write {"row": 1, "chosen": -12.3, "rejected": -45.6}'
                     problems.append(Problem(f"{path}:{number}", None, "is not a row of log-probabilities", right))
                     if len(problems) == 10:

@@ -37,6 +37,8 @@ class Context:
 def findings(train: Pass, evaluation: Pass | None, context: Context) -> list[DataFinding]:
     """Every finding, errors first, in the order of docs/data-checks.md."""
     out = list(_file_findings(train))
+    if any(finding.id == "data.format-unknown" for finding in out):
+        return out  # what else could be said would be about a mapping that nobody chose
     stops_early = {finding.id for finding in out} & {"data.column-absent", "data.not-ranked"}
     out += _row_findings(train, skip_lost=bool(stops_early))
     if train.pairs:
@@ -57,6 +59,9 @@ def _file_findings(run: Pass) -> Iterator[DataFinding]:
         for conflict in facts.conflicts:
             yield _conflict(conflict)
     for group in _groups(run):
+        if group.rows and group.unknown:
+            yield _format_unknown(group)
+            return
         if group.rows:
             yield from _declaration(group)
     if run.rows and not run.pairs:
@@ -96,6 +101,16 @@ class Group:
     first_rows: tuple[Row, ...]
 
     @property
+    def unknown(self) -> bool:
+        """Whether nothing declares the format, and no mapping that dpofit knows gives pairs."""
+        return self.dataset.declared_in is None and self.suggested.entry is None
+
+    @property
+    def listed(self) -> str:
+        """The columns that the rows have."""
+        return ", ".join(sorted(column for column in self.columns if "." not in column and "[" not in column))
+
+    @property
     def suggested(self) -> Mapped:
         """The mapping or rewriting under which the first rows give pairs."""
         suggestion = suggest(self.first_rows)
@@ -129,13 +144,18 @@ def _groups(run: Pass) -> list[Group]:
     ]
 
 
+def _format_unknown(group: Group) -> DataFinding:
+    seen = (Evidence(group.dataset.files[0].name, f"rows have: {group.listed}"),)
+    fix = group.suggested.text or "Name the columns of prompt, chosen and rejected in a dataset_info.json entry."
+    return found("format-unknown", seen, "the first 1,000 rows", rows=group.rows, fix=fix)
+
+
 def _declaration(group: Group) -> Iterator[DataFinding]:
     dataset, spec, mapped = group.dataset, group.dataset.spec, group.suggested
     where = f"{dataset.declared_in.name if dataset.declared_in else 'guessed'}: {dataset.name}"
     if dataset.declared_in is None:
-        text = mapped.text or "Name the columns in a dataset_info.json entry."
         seen = (Evidence(dataset.name, spec.formatting),)
-        yield found("format-guessed", seen, "the first 1,000 rows", fix=text, entry=mapped.entry)
+        yield found("format-guessed", seen, "the first 1,000 rows", fix=mapped.text, entry=mapped.entry)
     if not spec.ranking:
         yield found("not-ranked", (Evidence(where, f"ranking: {spec.ranking}"),), READ_ALL)
     elif spec.ranking is not True:
@@ -146,10 +166,9 @@ def _declaration(group: Group) -> Iterator[DataFinding]:
         yield found("info-unknown-key", (Evidence(where, keys),), READ_ALL, {"keys": keys})
     if spec.kto_tag and any(isinstance(row.get(spec.kto_tag), bool) for row in group.first_rows):
         yield found("kto-rows", (Evidence(where, f"kto_tag: {spec.kto_tag}"),), READ_ALL, {"column": spec.kto_tag})
-    have = ", ".join(sorted(column for column in group.columns if "." not in column and "[" not in column))
     for absent in absent_columns(spec, group.columns):
-        fix = mapped.text or f"Name one of the columns the rows have: {have}."
-        seen = (Evidence(where, f"rows have: {have}"),)
+        fix = mapped.text or f"Name one of the columns the rows have: {group.listed}."
+        seen = (Evidence(where, f"rows have: {group.listed}"),)
         yield found("column-absent", seen, READ_ALL, {"column": absent}, group.rows, fix, mapped.entry)
     if spec.formatting == "openai":
         yield found("openai-system", (Evidence(where, "formatting: openai"),), READ_ALL)

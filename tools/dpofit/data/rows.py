@@ -7,6 +7,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -97,7 +98,7 @@ def _array(path: Path, text: _Text) -> Iterator[tuple[int, Row]]:
         raise LoadFailure(path.name, "holds no rows", "Write at least one pair")
     while True:
         number += 1
-        yield number, _object(path, number, text, _LONE_LOW)
+        yield number, _object(path, number, text, _LIST)
         separator = text.peek()
         if separator not in ("]", ","):
             why = "the file ends inside the list" if separator == "" else f"{separator!r} where ',' or ']' belongs"
@@ -112,23 +113,26 @@ def _array(path: Path, text: _Text) -> Iterator[tuple[int, Row]]:
 def _lines(path: Path, text: _Text) -> Iterator[tuple[int, Row]]:
     while text.peek() != "":
         line = text.line
-        yield line, _object(path, line, text, _LONE_SURROGATE)
+        yield line, _object(path, line, text, _JSON_LINES)
 
 
-def _object(path: Path, number: int, text: _Text, unloadable: re.Pattern[str]) -> Row:
+def _object(path: Path, number: int, text: _Text, dialect: _Dialect) -> Row:
+    where = f"{path.name}:{number}"
     try:
-        row, escaped = text.decode()
+        row, escaped = text.decode(dialect.decoder)
     except json.JSONDecodeError as error:
-        where = f"{path.name}:{number}"
-        raise LoadFailure(
-            where, f"not JSON: {error.msg}", "Repair or remove this row; the file may be cut short"
-        ) from None
+        fix = "Repair or remove this row; the file may be cut short"
+        raise LoadFailure(where, f"not JSON: {error.msg}", fix) from None
+    except RecursionError:  # pandas: "Reached object decoding depth limit"; pyarrow crashes somewhat deeper
+        raise LoadFailure(where, "nested too deeply", "Remove this row") from None
+    except ValueError as error:
+        raise LoadFailure(where, str(error), "Write the number as text, or remove the column") from None
     if not isinstance(row, dict):
         kind = type(row).__name__
-        raise LoadFailure(f"{path.name}:{number}", f"the row is a {kind}, not an object", "Write one object per pair")
-    if escaped and unloadable.search(json.dumps(row, ensure_ascii=False)):
+        raise LoadFailure(where, f"the row is a {kind}, not an object", "Write one object per pair")
+    if escaped and dialect.unloadable.search(json.dumps(row, ensure_ascii=False)):
         fix = "Remove the broken escape (\\ud800 to \\udfff without its other half)"
-        raise LoadFailure(f"{path.name}:{number}", "half of a surrogate pair", fix)
+        raise LoadFailure(where, "half of a surrogate pair", fix)
     return row
 
 
@@ -154,13 +158,13 @@ class _Text:
     def skip(self, character: str) -> None:
         self._at += len(character)
 
-    def decode(self) -> tuple[Any, bool]:
+    def decode(self, decoder: json.JSONDecoder) -> tuple[Any, bool]:
         """The JSON value that starts here, and whether it has escaped surrogates. Raises json.JSONDecodeError."""
         self.peek()
         size = CHUNK_CHARS
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._buffer, self._at)
+                value, end = decoder.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError:
                 too_long = len(self._buffer) - self._at > LONGEST_ROW_CHARS
                 if too_long or not self._more(size):
@@ -184,7 +188,28 @@ class _Text:
         return not self._ended
 
 
-_DECODER = json.JSONDecoder()
+def _as_pandas(digits: str) -> int:
+    """pandas' ujson: "Value is too big!" past 64 bits."""
+    if len(digits) > 20 or not -(2**63) <= (value := int(digits)) < 2**64:
+        raise ValueError("a whole number of more than 64 bits")
+    return value
+
+
+def _as_pyarrow(digits: str) -> int | float:
+    """pyarrow takes a whole number of more than 64 bits for a broken one."""
+    return int(digits) if len(digits) < 20 else float(digits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """What the library that reads a JSON file makes of numbers and of broken escapes."""
+
+    decoder: json.JSONDecoder
+    unloadable: re.Pattern[str]
+
+
+_LIST = _Dialect(json.JSONDecoder(parse_int=_as_pandas), _LONE_LOW)
+_JSON_LINES = _Dialect(json.JSONDecoder(parse_int=_as_pyarrow), _LONE_SURROGATE)
 
 
 def _csv(path: Path, advance: Advance) -> Iterator[tuple[int, Row]]:

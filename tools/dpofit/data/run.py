@@ -23,7 +23,7 @@ from dpofit.data.tokens import Counter, counter_for
 from dpofit.errors import BadInput, Problem
 
 SAMPLE_PAIRS = 5_000  # pairs that the costly checks (near copies, style, edits) look at
-UNREADABLE = {"data.column-absent", "data.not-ranked", "data.no-usable-rows"}
+UNREADABLE = {"data.column-absent", "data.not-ranked", "data.no-usable-rows", "data.format-unknown"}
 
 # Called with a description and a number of bytes; gives a context whose value is told the bytes done.
 Progress = Callable[[str, int], AbstractContextManager[Advance]]

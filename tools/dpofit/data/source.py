@@ -159,7 +159,7 @@ def _is_json_recipe(path: Path) -> bool:
         return False
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and bool({"stage", "model_name_or_path", "dataset"} & content.keys())
 

@@ -130,7 +130,7 @@ def read_info(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         right = "Set dataset_dir to the folder that has it, or give the data file itself"
         raise BadInput(Problem(str(path), None, "there is no such file", right)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(Problem(str(path), None, f"cannot be read: {error}", "It must be a JSON object")) from None
     if not isinstance(info, dict):
         raise BadInput(Problem(str(path), None, "is not a JSON object", 'Write {"NAME": {"file_name": …}}'))
