@@ -105,6 +105,17 @@ def test_a_port_in_use_stops_before_anything_starts(tiny_model: Path, tmp_path: 
     assert not (folder / ".dpofit").exists()
 
 
+def test_a_run_folder_that_cannot_hold_its_state_is_told_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = write_run(folder, tiny_model)
+    (folder / ".dpofit").touch()
+    for options in ((), ("--detach",)):
+        done = dpofit("launch", recipe, *options, cwd=folder)
+        assert done.returncode == 2
+        assert "the run can't be started: [Errno 20] Not a directory" in done.stderr
+        assert started_from(folder) == []
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -108,6 +108,13 @@ def test_a_second_run_in_the_same_folder_is_refused(folder: Path) -> None:
     assert "a run is going on here" in done.stderr
 
 
+def test_a_second_run_into_the_same_output_dir_is_refused(folder: Path, tiny_model: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", tiny_model)
+    done = dpofit("launch", other, f"output_dir={folder / 'output'}", "--force", cwd=other.parent)
+    assert done.returncode == 2
+    assert "another run trains into it now (pid " in done.stderr
+
+
 def test_stop_saves_and_ends_every_rank(folder: Path) -> None:
     """Last in this file: ends the run."""
     until(lambda: memory_lines(folder), "the first step")

@@ -13,7 +13,8 @@ import yaml
 from dpofit.launch.build_lock import left_locks, remove_left_locks
 from dpofit.launch.environment import launch_variables, masked
 from dpofit.launch.output_dir import output_dir_problems, record
-from dpofit.launch.plan import torchrun_command
+from dpofit.launch.plan import read_plan, torchrun_command
+from dpofit.launch.state import last_run, outcome
 from dpofit.launch.topology import Topology
 from dpofit.recipe.load import load_recipe
 from tests.launch.runs import dpofit, environment, write_run
@@ -87,6 +88,35 @@ def test_dry_run_of_one_node_of_four(tmp_path: Path) -> None:
     assert (document["schema"], document["nodes"], document["node_rank"]) == ("dpofit.launch/1", 4, 3)
     assert document["command"][1:7] == ["-m", "dpofit.train.torchrun", "--nnodes", "4", "--node-rank", "3"]
     assert all(variable["why"] for variable in document["environment"])
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (("--smoke", "--detach"), "--smoke --detach: exclude each other"),
+        (("--dry-run", "--emit", "slurm"), "--dry-run --emit: exclude each other"),
+        (("--keep", "kept"), "--keep: works only with --smoke"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(tmp_path: Path, options: tuple[str, ...], wrong: str) -> None:
+    done = dpofit("launch", "qwen2.5-7b-dpo/full-z3", *options, cwd=tmp_path, env=plain())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"error: command line: {wrong}" in done.stderr
+
+
+def test_a_smoke_run_overwrites_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    done = dpofit("launch", "qwen2.5-7b-dpo/full-z3", "--smoke", "--keep", tmp_path, cwd=tmp_path, env=plain())
+    assert done.returncode == 2
+    assert "exists and is not an empty folder" in done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["data"]
+
+
+@pytest.mark.parametrize("torn", ["", "{", "[]", '{"pid": 1}', '{"time": 1}'])
+def test_state_files_that_a_full_disk_tore_are_no_run(tmp_path: Path, torn: str) -> None:
+    for name in ("pid", "outcome.json", "plan.json"):
+        (tmp_path / name).write_text(torn)
+    assert (last_run(tmp_path), outcome(tmp_path), read_plan(tmp_path)) == (None, None, None)
 
 
 def test_a_machine_without_gpus_is_told_what_it_can_do(tmp_path: Path) -> None:

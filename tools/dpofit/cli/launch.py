@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpofit.cli.job_options import takes_job_flags
+from dpofit.errors import BadInput, Problem
 from dpofit.plan import JobFlags
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def command(
     from dpofit.launch.prepare import prepare, read
     from dpofit.recipe.long_context import with_option
 
+    _refuse_together(smoke, dry_run, detach, emit, keep)
     loaded = read(recipe, overrides or [], with_option(os.environ, flags.long_context))
     if smoke:
         raise typer.Exit(_smoke(loaded, keep, as_json))
@@ -92,7 +94,25 @@ def command(
         print(f"error: not started: {'; '.join(prepared.stops)}. --anyway starts it all the same.")
         raise typer.Exit(1)
     prepared.settle_output_dir(force)
-    raise typer.Exit(_detach(prepared.plan, as_json) if detach else _run(prepared.plan))
+    try:
+        code = _detach(prepared.plan, as_json) if detach else _run(prepared.plan)
+    except OSError as error:
+        right = "The run's state lies there: launch from a folder you can write."
+        raise BadInput(Problem(str(prepared.plan.state), None, f"the run can't be started: {error}", right)) from None
+    raise typer.Exit(code)
+
+
+def _refuse_together(smoke: bool, dry_run: bool, detach: bool, emit: Emit | None, keep: Path | None) -> None:
+    """An option that would be ignored is refused instead."""
+    modes = {"--smoke": smoke, "--dry-run": dry_run, "--detach": detach, "--emit": emit is not None}
+    asked = [name for name, given in modes.items() if given]
+    problems = []
+    if len(asked) > 1:
+        problems.append(Problem("command line", " ".join(asked), "exclude each other", "Give one of them."))
+    if keep is not None and not smoke:
+        problems.append(Problem("command line", "--keep", "works only with --smoke", "Add --smoke, or leave it out."))
+    if problems:
+        raise BadInput(problems)
 
 
 def _run(plan: Plan) -> int:
@@ -173,7 +193,11 @@ def _smoke(loaded: ReadRecipe, keep: Path | None, as_json: bool) -> int:
     from dpofit.launch.smoke import smoke
 
     ranks, gpus = smoke_ranks(loaded, os.environ)
-    report = smoke(loaded, gpus, ranks, keep, tell=lambda text: print(f"smoke {text} …", file=sys.stderr, flush=True))
+    try:
+        report = smoke(loaded, gpus, ranks, keep, lambda text: print(f"smoke {text} …", file=sys.stderr, flush=True))
+    except OSError as error:
+        right = "--keep DIR, or TMPDIR, names a folder that can be written and has room."
+        raise BadInput(Problem("smoke run", None, f"can't write: {error}", right)) from None
     if as_json:
         document = {
             "schema": "dpofit.launch/1",

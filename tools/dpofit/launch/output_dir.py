@@ -1,12 +1,14 @@
-"""Keeps a launch from mixing two recipes in one output_dir, or from overwriting whole checkpoints."""
+"""Keeps a launch from mixing two recipes or two runs in one output_dir, or from overwriting whole checkpoints."""
 
 from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 from dpofit.errors import Problem
+from dpofit.launch.state import Running, running
 from dpofit.recipe.recipe import Recipe
 from dpofit.train.guard.manifest import looks_whole
 
@@ -57,6 +59,26 @@ def identity(recipe: Recipe) -> dict[str, object]:
     """What makes it this recipe and no other."""
     values = {key: recipe.settings.get(key) for key in _IDENTITY}
     return {**values, "stage": recipe.stage, "finetuning_type": recipe.finetuning, "pref_loss": recipe.pref_loss}
+
+
+def other_run(output_dir: Path, state: Path) -> Running | None:
+    """Who on this host trains into `output_dir` from another run folder than that of `state`."""
+    try:
+        theirs = Path(_owner_file(output_dir).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return running(theirs) if theirs != state else None
+
+
+def own(output_dir: Path, state: Path) -> None:
+    """Note that the run of `state` trains into `output_dir` now. OSError if it can't be written."""
+    path = _owner_file(output_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(str(state), encoding="utf-8")
+
+
+def _owner_file(output_dir: Path) -> Path:
+    return output_dir / "dpofit" / f"run.{socket.gethostname()}"
 
 
 def record(recipe: Recipe, output_dir: Path) -> None:

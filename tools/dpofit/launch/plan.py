@@ -88,17 +88,17 @@ def write_plan(plan: Plan) -> None:
 
 
 def read_plan(state: Path) -> Plan | None:
-    """The plan last written in `state`, None if there is none."""
+    """The plan last written in `state`, None if there is none, or none that we wrote."""
     try:
         document = json.loads((state / PLAN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return Plan(
+            tuple(document["command"]),
+            tuple(Variable(*triple) for triple in document["variables"]),
+            Path(document["folder"]), Path(document["state"]), Path(document["output_dir"]),
+            document["recipe"], document["title"],
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Plan(
-        tuple(document["command"]),
-        tuple(Variable(*triple) for triple in document["variables"]),
-        Path(document["folder"]), Path(document["state"]), Path(document["output_dir"]),
-        document["recipe"], document["title"],
-    )  # fmt: skip
 
 
 def shown(plan: Plan, python: str = "python") -> str:

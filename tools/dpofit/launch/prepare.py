@@ -14,7 +14,7 @@ from dpofit.launch.forecast import Forecast, forecast
 from dpofit.launch.inventory import read_inventory, visible_cards
 from dpofit.launch.machine import missing_stack
 from dpofit.launch.network import free_port
-from dpofit.launch.output_dir import output_dir_problems, record
+from dpofit.launch.output_dir import other_run, output_dir_problems, own, record
 from dpofit.launch.plan import Plan, accelerate_command, run_folder, single_command, state_folder, torchrun_command
 from dpofit.launch.starts import Start, closable_terminal
 from dpofit.launch.state import running
@@ -54,15 +54,21 @@ class Prepared:
         return f"{nodes}, {processes} here ({t.source})"
 
     def settle_output_dir(self, force: bool) -> None:
-        """Refuse an output_dir of another recipe, else leave this recipe's record in it."""
+        """Refuse an output_dir of another recipe or run, else leave this one's record in it."""
         assert self.read.recipe is not None
-        problems = [] if force else output_dir_problems(self.read.recipe, self.plan.output_dir)
-        if not problems and self.topology.node_rank == 0:
+        output_dir, state = self.plan.output_dir, self.plan.state
+        problems = [] if force else output_dir_problems(self.read.recipe, output_dir)
+        if (other := other_run(output_dir, state)) is not None:
+            wrong = f"another run trains into it now (pid {other.pid})"
+            problems.append(Problem(str(output_dir), "output_dir", wrong, "Choose another output_dir."))
+        if not problems:
             try:
-                record(self.read.recipe, self.plan.output_dir)
+                own(output_dir, state)
+                if self.topology.node_rank == 0:
+                    record(self.read.recipe, output_dir)
             except OSError as error:
                 wrong = f"can't be written ({error.strerror})"
-                problems = [Problem(str(self.plan.output_dir), "output_dir", wrong, "Choose a folder you can write.")]
+                problems = [Problem(str(output_dir), "output_dir", wrong, "Choose a folder you can write.")]
         if problems:
             raise BadInput(problems)
 

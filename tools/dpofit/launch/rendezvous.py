@@ -38,7 +38,7 @@ def meet(
     address: str, me: Participant, count: int, timeout_s: float
 ) -> tuple[tuple[Participant, ...], tuple[Finding, ...]]:
     """`(everybody, findings about the meeting itself)`; nobody when it did not come about. BadInput without torch."""
-    if re.fullmatch(r".+:[0-9]{1,5}", address) is None:
+    if re.fullmatch(r".+:[0-9]{1,5}", address) is None or int(address.rpartition(":")[2]) > 65535:
         raise BadInput(
             Problem("command line", "--rendezvous", f"{address!r} is not HOST:PORT", "Write 10.0.0.1:29400.")
         )

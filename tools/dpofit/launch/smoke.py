@@ -112,6 +112,9 @@ def smoke(
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
+        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+            right = "Name a new folder; nothing is overwritten."
+            raise BadInput(Problem(str(keep), "--keep", "exists and is not an empty folder", right))
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()
         return

@@ -62,17 +62,20 @@ def running(state: Path) -> Running | None:
 
 def last_run(state: Path) -> Running | None:
     """The pid file, alive or not."""
-    document = _read(state / PID_FILE)
-    return Running(**document) if document else None
+    try:
+        return Running(**(_read(state / PID_FILE) or {}))
+    except TypeError:  # none, or of another kind
+        return None
 
 
 def outcome(state: Path) -> Outcome | None:
     """How the last run ended; None while it runs, or when its supervisor was killed too."""
-    document = _read(state / OUTCOME_FILE)
-    if not document:
+    document = _read(state / OUTCOME_FILE) or {}
+    document.pop("time", None)
+    try:
+        return Outcome(**document)
+    except TypeError:
         return None
-    document.pop("time")
-    return Outcome(**document)
 
 
 def alive(pid: int, started: float) -> bool:
