@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import os
 import threading
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from dpofit.doctor import read as reading
 from dpofit.doctor.diagnose import diagnose
+from dpofit.doctor.read import open_log
 from dpofit.errors import BadInput
 from tests.doctor.conftest import ids, read
 
@@ -47,6 +50,21 @@ def test_every_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as refused:
         diagnose([str(tmp_path / "good.log"), str(tmp_path / "gone.log"), str(tmp_path)])
     assert [problem.where for problem in refused.value.problems] == [str(tmp_path / "gone.log"), str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("start", "tool"),
+    [
+        (lzma.compress(b"a"), "xzcat"),
+        (bz2.compress(b"a"), "bzcat"),
+        (b"\x28\xb5\x2f\xfd\0", "zstdcat"),
+        (b"PK\3\4", "unzip"),
+    ],
+)
+def test_an_archive_is_not_called_a_log_without_a_cause(tmp_path: Path, start: bytes, tool: str) -> None:
+    (tmp_path / "train.log").write_bytes(start)
+    with pytest.raises(BadInput, match=f"is an archive, no text. Unpack it: {tool}"):
+        open_log(str(tmp_path / "train.log"))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,20 +15,29 @@ from dpofit.errors import BadInput, Problem
 
 BLOCK_BYTES = 256 << 10  # fits the second-level cache: measured fastest, and all the memory a log needs
 LONGEST_LINE_BYTES = 1 << 20  # a longer one is cut there
+_ARCHIVES = {
+    rb"\xfd7zXZ\0": "xzcat",
+    rb"BZh[1-9]1A": "bzcat",
+    rb"\x28\xb5\x2f\xfd": "zstdcat",
+    rb"PK\x03\x04": "unzip -p",
+}
 
 
 def open_log(name: str) -> BinaryIO:
     """The bytes of a log; `-` is standard input; gzip by its magic number, not its name.
 
-    Raises BadInput when the file is missing, a folder or unreadable.
+    Raises BadInput when the file is missing, a folder, unreadable or an archive of another kind.
     """
     try:
         stream = sys.stdin.buffer if name == "-" else Path(name).open("rb")  # noqa: SIM115 the caller closes it
-        magic = stream.peek(2)[:2]  # type: ignore[union-attr]  # a buffered reader; a pipe can't seek back
+        magic = stream.peek(6)[:6]  # type: ignore[union-attr]  # a buffered reader; a pipe can't seek back
     except OSError as error:
         wrong = f"cannot read this log: {error.strerror or error}"
         raise BadInput(Problem(name, None, wrong, "Give a log file, or - for standard input")) from None
-    return gzip.GzipFile(fileobj=stream) if magic == b"\x1f\x8b" else stream  # type: ignore[return-value]
+    if tool := next((tool for start, tool in _ARCHIVES.items() if re.match(start, magic)), None):
+        right = f"Unpack it: {tool} LOG | dpofit doctor -; gzip needs no unpacking"
+        raise BadInput(Problem(name, None, "is an archive, no text", right))
+    return gzip.GzipFile(fileobj=stream) if magic[:2] == b"\x1f\x8b" else stream  # type: ignore[return-value]
 
 
 def open_all(names: Sequence[str]) -> list[tuple[str, BinaryIO]]:
