@@ -33,6 +33,9 @@ class Run:
     final_save: bool = True
     bf16: bool = True
     buffer: bool = False
+    freeze: bool = False  # embeddings and the first layer don't train, as in finetuning_type freeze
+    vision: bool = False  # a Qwen2-VL with its tower
+    fp16: bool = False
     quantization_bit: int | None = None  # the base, by bitsandbytes; needs lora or dora
     optim: str = "adamw_torch"
     extra: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +55,8 @@ def deepspeed_config(run: Run) -> dict[str, Any]:
     zero |= run.zero_extra
     return {
         "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": run.bf16}, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": run.bf16 and not run.fp16}, "fp16": {"enabled": run.fp16},
+        "zero_optimization": zero, "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch AdamW: the CPU Adam operator takes minutes to compile
         **run.deepspeed_extra,
     }  # fmt: skip
@@ -61,10 +65,13 @@ def deepspeed_config(run: Run) -> dict[str, Any]:
 def build_trainer(run: Run) -> Any:
     """A Trainer over random tokens; deterministic, so that two runs of the same `Run` are the same run."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from tests.guard import stack  # noqa: F401
+    from tests.guard.stand_ins import fp16_without_its_instructions
 
+    if run.fp16:
+        fp16_without_its_instructions()
     arguments = TrainingArguments(
         output_dir=run.output_dir,
         per_device_train_batch_size=1,
@@ -76,7 +83,8 @@ def build_trainer(run: Run) -> Any:
         report_to=[],
         logging_strategy="no",
         disable_tqdm=True,
-        bf16=run.bf16 and run.zero is not None,
+        bf16=run.bf16 and not run.fp16 and run.zero is not None,
+        fp16=run.fp16,
         use_cpu=run.zero is None,
         optim=run.optim,
         learning_rate=1e-2,
@@ -85,14 +93,12 @@ def build_trainer(run: Run) -> Any:
         **run.extra,
     )
     torch.manual_seed(7)
-    config = Qwen2Config(
-        vocab_size=run.vocab, hidden_size=run.hidden, intermediate_size=2 * run.hidden, num_hidden_layers=run.layers,
-        num_attention_heads=2, num_key_value_heads=run.kv_heads, max_position_embeddings=64,
-        tie_word_embeddings=run.tied,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
+    model = _model(run)
     if run.bf16:
-        model = model.to(torch.bfloat16)
+        model = model.to(torch.float16 if run.fp16 else torch.bfloat16)
+    if run.freeze:
+        for part in (model.get_input_embeddings(), model.model.layers[0]):
+            part.requires_grad_(False)
     if run.quantization_bit:
         model = _quantized(model, run)
     if run.buffer:
@@ -106,10 +112,30 @@ def build_trainer(run: Run) -> Any:
     if run.max_shard_bytes:
         model.save_pretrained = _sharded(model.save_pretrained, run.max_shard_bytes)
     generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(0, run.vocab, (8,), generator=generator) for _ in range(64)]
+    rows = [torch.randint(5 if run.vision else 0, run.vocab, (8,), generator=generator) for _ in range(64)]
     data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in rows]
     eval_data = data[:2] if "eval_strategy" in run.extra else None
     return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=eval_data)
+
+
+def _model(run: Run) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    shape = {
+        "vocab_size": run.vocab, "hidden_size": run.hidden, "intermediate_size": 2 * run.hidden,
+        "num_hidden_layers": run.layers, "num_attention_heads": 2, "num_key_value_heads": run.kv_heads,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    if not run.vision:
+        return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=run.tied))
+    tower = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": run.hidden, "mlp_ratio": 2}
+    tokens = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    config = Qwen2VLConfig(
+        text_config={**shape, "rope_scaling": rope, "tie_word_embeddings": run.tied}, vision_config=tower,
+        tie_word_embeddings=run.tied, **tokens,
+    )  # fmt: skip
+    return Qwen2VLForConditionalGeneration(config)
 
 
 def _quantized(model: Any, run: Run) -> Any:

@@ -58,3 +58,10 @@ def nvme_without_libaio() -> None:
 
     partitioned_param_swapper.AsyncIOBuilder = Builder
     get_accelerator().is_pinned = lambda tensor: True
+
+
+def fp16_without_its_instructions() -> None:
+    """DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it anyway, slower."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True

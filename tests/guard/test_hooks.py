@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from dpofit.train import hooks
+from tests.guard.ranks import run_ranks, values
 
 
 def _tagging(owner: str, tag: str, order: int = 0) -> hooks.Hook:
@@ -51,14 +50,20 @@ def test_a_module_nobody_imported_stays_unimported() -> None:
     assert hooks.installed("one") == ()
 
 
+def one_import() -> list[bool]:
+    """Whether a fresh process's Trainer is guarded: before the import, after it, after uninstalling."""
+    from transformers import Trainer
+
+    seen = [hasattr(Trainer.save_model, "__wrapped__")]
+    import dpofit.train.guard.auto  # noqa: F401
+
+    seen.append(hasattr(Trainer.save_model, "__wrapped__"))
+    from dpofit.train import guard
+
+    guard.uninstall()
+    return [*seen, hasattr(Trainer.save_model, "__wrapped__")]
+
+
 @pytest.mark.stack
 def test_one_import_guards_every_trainer() -> None:
-    code = (
-        "import dpofit.train.guard.auto\n"
-        "from transformers import Trainer\n"
-        "from dpofit.train import guard\n"
-        "assert hasattr(Trainer.save_model, '__wrapped__')\n"
-        "guard.uninstall()\n"
-        "assert not hasattr(Trainer.save_model, '__wrapped__')\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert values(run_ranks(one_import, 1)) == [[False, True, False]]

@@ -102,6 +102,17 @@ def test_only_the_adapter_is_saved(tmp_path: Path, fields: dict[str, Any]) -> No
     assert not (tmp_path / "guarded" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    "fields", [{"freeze": True}, {"vision": True}, {"vision": True, "tied": True, "zero": 2}], ids=str
+)
+def test_frozen_layers_and_vision_towers_are_saved_like_the_rest(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert run_case(tmp_path, 2, **fields) == "direct"
+    from tests.guard.runs import weights
+
+    if "vision" in fields:
+        assert any("visual" in name for name in weights(tmp_path / "guarded"))
+
+
 @pytest.mark.parametrize("backend", ["routed", "gather", "native-safe"])
 def test_every_backend_writes_the_same_bytes(tmp_path: Path, backend: str) -> None:
     assert run_case(tmp_path, 3, env={"DPOFIT_GUARD": backend}, tied=backend == "gather") == backend

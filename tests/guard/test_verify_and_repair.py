@@ -188,9 +188,16 @@ def test_only_zero_files_is_found_and_repaired_bit_for_bit(tmp_path: Path, stock
         Run("", zero=3, steps=1, tied=True),
         Run("", zero=3, steps=1, offload=True, buffer=True),
         Run("", zero=3, steps=1, lora=True),
+        Run("", zero=1, steps=1, freeze=True),
+        Run("", zero=2, steps=1, lora=True),
+        Run("", zero=3, steps=1, freeze=True, bf16=False),
+        Run("", zero=3, steps=1, fp16=True),
     ],
-    ids=["zero 2", "tied", "offloaded, with a buffer", "lora"],
-)
+    ids=[
+        "zero 2", "tied", "offloaded, with a buffer", "lora", "zero 1, frozen layers", "zero 2, lora",
+        "frozen layers in fp32", "fp16",
+    ],
+)  # fmt: skip
 def test_repair_gives_back_what_the_stock_save_wrote(tmp_path: Path, run: Run) -> None:
     from dataclasses import replace
 
@@ -208,6 +215,136 @@ def test_repair_gives_back_what_the_stock_save_wrote(tmp_path: Path, run: Run) -
         before = {key: before[key] for key in after}
     assert before.keys() == after.keys()
     assert all((before[key].view(-1) == after[key].view(-1)).all() for key in before)
+
+
+def load_two(one: str, other: str) -> tuple[bool, list[dict[str, Any]]]:
+    """Whether two folders load to the same model, and what from_pretrained missed or didn't expect in each."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    models, infos = zip(
+        *(AutoModelForImageTextToText.from_pretrained(place, output_loading_info=True) for place in (one, other)),
+        strict=True,
+    )
+    first, second = (model.state_dict() for model in models)
+    same = first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return same, [{key: sorted(map(str, value)) for key, value in info.items() if value} for info in infos]
+
+
+def test_a_repaired_model_with_a_vision_tower_loads_like_the_saved_one(tmp_path: Path) -> None:
+    # transformers 5 renames such models' weights when it saves and loads; ZeRO files have the module's own names
+    run = Run(str(tmp_path / "run"), zero=3, steps=1, vision=True, guarded=False, final_save=False)
+    values(run_ranks(train, 2, run))
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    code, document, error = dpofit("repair", checkpoint, tmp_path / "out")
+    assert code == 0, (document, error)
+    assert values(run_ranks(load_two, 1, str(checkpoint), str(tmp_path / "out"))) == [(True, [{}, {}])]
+
+
+def without_weights(stock: Path, place: Path) -> Path:
+    shutil.copytree(stock / "checkpoint-1", place)
+    (place / "model.safetensors").unlink()
+    return place
+
+
+def repair_and_die(arguments: list[str], call: str, times: int) -> None:
+    """The command, killed at the `times`-th call of BoundedFile.write or Path.rename."""
+    import signal
+
+    from dpofit.train.guard.writer import BoundedFile
+
+    owner = BoundedFile if call == "write" else Path
+    stock_call, seen = getattr(owner, call), []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(call)
+        if len(seen) == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stock_call(*args, **kwargs)
+
+    setattr(owner, call, counted)
+    run_command(arguments)
+
+
+@pytest.mark.parametrize(("call", "times"), [("write", 3), ("rename", 1), ("rename", 2), ("rename", 3)])
+def test_a_killed_repair_can_be_run_again(tmp_path: Path, stock: Path, call: str, times: int) -> None:
+    broken, out = without_weights(stock, tmp_path / "c"), tmp_path / "out"
+    (killed,) = run_ranks(repair_and_die, 1, ["repair", str(broken), str(out)], call, times)
+    assert killed.exitcode == -9
+    assert list(out.glob(".dpofit-*")) != []
+    code, document, error = dpofit("repair", broken, out)
+    assert (code, document.get("findings")) == (0, []), error
+    original = (stock / "checkpoint-1" / "model.safetensors").read_bytes()
+    assert (out / "model.safetensors").read_bytes() == original
+    assert list(out.glob(".dpofit-*")) == []
+
+
+def repair_onto_a_small_disk(broken: str, place: str) -> tuple[int, str, list[str]]:
+    from tests.guard.test_faults import _private_mounts
+
+    libc = _private_mounts()
+    assert libc.mount(b"tmpfs", os.fsencode(place), b"tmpfs", 0, b"size=64k") == 0
+    code, _, err = run_command(["repair", broken, f"{place}/out"])
+    return code, err, sorted(os.listdir(place))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="private mounts need root")
+def test_repair_onto_a_full_disk_says_so_and_leaves_nothing(tmp_path: Path, stock: Path) -> None:
+    broken = without_weights(stock, tmp_path / "c")
+    (tmp_path / "small").mkdir()
+    (end,) = values(run_ranks(repair_onto_a_small_disk, 1, str(broken), str(tmp_path / "small")))
+    code, error, left = end
+    assert code == 2 and "bytes, " in error and "are free" in error and "Traceback" not in error
+    assert left == []
+
+
+def test_repair_takes_the_newest_step_whatever_latest_names(tmp_path: Path, stock: Path) -> None:
+    broken = without_weights(stock, tmp_path / "c")
+    (broken / "global_step1").rename(broken / "global_step10")
+    (broken / "global_step9").mkdir()
+    (broken / "latest").write_text("../elsewhere")
+    code, _, error = dpofit("repair", broken, tmp_path / "out")
+    assert code == 0, error
+
+
+def test_repair_names_a_file_that_is_not_laid_out_as_it_should_be(tmp_path: Path, stock: Path) -> None:
+    import torch
+
+    broken = without_weights(stock, tmp_path / "c")
+    torch.save({"something": 1}, next(broken.glob("global_step1/*rank_0*optim_states.pt")))
+    code, _, error = dpofit("repair", broken, tmp_path / "out")
+    assert code == 2 and "is not laid out like ZeRO files" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_torch_files_of_a_stock_save_are_checked_by_their_own_crcs(tmp_path: Path, stock: Path, damage: str) -> None:
+    shutil.copytree(stock / "checkpoint-1", tmp_path / "c")
+    victim = next(tmp_path.glob("c/global_step1/*rank_0*optim_states.pt"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data if damage == "flip" else data[:-100])
+    code, document, _ = dpofit("verify", tmp_path / "c")
+    assert code == 1 and ids(document) == {"save.no-manifest", "save.torch-file"}
+
+
+def load_both_ways(folder: str) -> tuple[bool, dict[str, Any]]:
+    """Whether `from_pretrained` and a loader that follows the index with safe_open read the same, all of it."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    where = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
+    same = True
+    for name, tensor in model.state_dict().items():
+        with safe_open(Path(folder) / where[name], framework="pt") as file:
+            same = same and torch.equal(file.get_tensor(name), tensor)
+    return same, {key: sorted(map(str, value)) for key, value in info.items() if value}
+
+
+def test_from_pretrained_and_index_readers_load_every_tensor(saved: Path) -> None:
+    for folder in (saved, saved / "checkpoint-1"):
+        assert values(run_ranks(load_both_ways, 1, str(folder))) == [(True, {})]
 
 
 def test_repair_refuses_what_is_not_a_zero_file(tmp_path: Path, stock: Path) -> None:

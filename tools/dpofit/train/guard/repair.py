@@ -1,7 +1,7 @@
 """Writes a Hugging Face folder from what a broken checkpoint still has: ZeRO files, or a final save cut short.
 
 Streams: ZeRO files are memory-mapped, converted chunk by chunk and written through the bounded writer, so repairing a
-72B needs no more memory than saving it did. Nothing is unpickled but tensors and three small DeepSpeed classes.
+72B needs no more memory than saving it did. Nothing is unpickled but tensors and four small DeepSpeed classes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def repair(checkpoint: Path, out: Path, config: GuardConfig, progress: Progress 
         return _from_zero_files(checkpoint, out, config, progress)
     except OSError as error:
         shutil.rmtree(out / FINAL_NEW, ignore_errors=True)
+        with suppress(OSError):
+            out.rmdir()  # ours if it is empty
         where = error.filename or out
         raise BadInput(Problem(str(where), None, f"{error.strerror or error}", "Nothing was left behind.")) from None
 

@@ -1,6 +1,6 @@
 """Reads a checkpoint's ZeRO files: every tensor of the model as runs of what the ranks hold, nothing copied.
 
-Files are memory-mapped, and nothing is unpickled but tensors and three small DeepSpeed classes.
+Files are memory-mapped, and nothing is unpickled but tensors and four small DeepSpeed classes.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def zero_folder(checkpoint: Path) -> Path:
 
 
 def _load(path: Path) -> Any:
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address  # two ints; ZeRO 1 and 2 list one a parameter
 
     try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         unsafe = re.search(r"(?:GLOBAL|Unsupported (?:global|class)[: ]+(?:GLOBAL )?)\s*([\w.]+)", str(error))
         wrong = f"holds {unsafe[1]}, which is not loaded from a file" if unsafe else f"can't be loaded ({first})"
         raise BadInput(
-            Problem(str(path), None, wrong, "Only tensors, LossScaler, ZeroStageEnum and fragment_address are.")
+            Problem(str(path), None, wrong, "Only tensors, loss scalers, ZeroStageEnum and fragment_address are.")
         ) from None
 
 
@@ -74,13 +74,13 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
 def zero_tensors(folder: Path, dtype: torch.dtype | None, tied: bool) -> dict[str, WholeTensor]:
     """Every tensor of the model by name, in `dtype` (None: the run's). BadInput says what is missing or not known."""
     try:
-        return dict(_tensors(folder, dtype, tied))
+        return _tensors(folder, dtype, tied)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         wrong = f"is not laid out like ZeRO files of DeepSpeed 0.18 ({type(error).__name__}: {error})"
         raise BadInput(Problem(str(folder), None, wrong, "Its own zero_to_fp32.py may read them.")) from None
 
 
-def _tensors(folder: Path, dtype: torch.dtype | None, tied: bool) -> Iterator[tuple[str, WholeTensor]]:
+def _tensors(folder: Path, dtype: torch.dtype | None, tied: bool) -> dict[str, WholeTensor]:
     """As deepspeed 0.18.4 utils/zero_to_fp32.py finds them, without a copy."""
     optimizers = [_load(path)["optimizer_state_dict"] for path in _by_rank(folder, "*zero_pp_rank_*_optim_states.pt")]
     stage = int(optimizers[0]["zero_stage"])
@@ -97,19 +97,23 @@ def _tensors(folder: Path, dtype: torch.dtype | None, tied: bool) -> Iterator[tu
         )
     models = [_load(path) for path in paths]
     written = dtype or _ds_dtype(models[0]["ds_config"])
-    yield from _trainable(stage, optimizers, models[0]["param_shapes"], written)
-    yield from _frozen(stage, models, written)
-    for name in models[0]["buffer_names"]:
-        if name in models[0]["module"]:
-            buffer = models[0]["module"][name]
-            yield name, WholeTensor(tuple(buffer.shape), (buffer.reshape(-1),), buffer.dtype)
+    state = models[0]
+    found = dict(_trainable(stage, optimizers, state["param_shapes"], written)) | dict(_frozen(stage, models, written))
+    for name in state["buffer_names"]:
+        if name in state["module"]:
+            found[name] = _whole(state["module"][name], state["module"][name].dtype)
+    shared = dict(state["shared_params"] or {})
+    if stage < 3:  # ranks hold the whole model; ZeRO-1 lists no frozen parameters elsewhere (engine.py:3883)
+        for name, tensor in state["module"].items():
+            if name not in found and name not in shared:
+                found[name] = _whole(tensor, written)
     if not tied:
-        shapes = {name: shape for group in models[0]["param_shapes"] for name, shape in group.items()}
-        for alias, owner in dict(models[0]["shared_params"] or {}).items():
-            if owner in shapes:
-                for name, tensor in _trainable(stage, optimizers, models[0]["param_shapes"], written):
-                    if name == owner:
-                        yield alias, tensor
+        found |= {alias: found[owner] for alias, owner in shared.items() if owner in found}
+    return found
+
+
+def _whole(tensor: torch.Tensor, dtype: torch.dtype) -> WholeTensor:
+    return WholeTensor(tuple(tensor.shape), (tensor.reshape(-1),), dtype)
 
 
 def _ds_dtype(ds_config: Mapping[str, Any]) -> torch.dtype:
