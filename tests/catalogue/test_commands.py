@@ -133,8 +133,22 @@ def test_copy_json_says_what_was_written_where(dpofit: Run, tmp_path: Path) -> N
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         },
+        "long_context": [],
         "output_dir": "saves/qwen2.5-7b-dpo/lora-ddp.v1",
     }
+
+
+def test_copy_json_names_the_pieces(dpofit: Run, tmp_path: Path) -> None:
+    _, out, _ = dpofit("copy", "qwen2.5-7b-dpo/lora-long", tmp_path / "run", "--json")
+    assert json.loads(out)["long_context"] == list(PIECES)
+
+
+def test_show_parts_its_stanzas_by_one_blank_line(dpofit: Run, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("model_name_or_path: Qwen/Qwen2.5-7B\nstage: dpo\n\ndataset: x\noutput_dir: o\n")
+    for name in ("full-z3-offload", str(own)):
+        shown = dpofit("show", name)[1]
+        assert "\n\n" in shown and "\n\n\n" not in shown
 
 
 def test_copy_into_an_empty_name_is_refused_not_spread_over_the_working_directory(

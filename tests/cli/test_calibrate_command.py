@@ -97,6 +97,25 @@ def test_what_is_close_to_the_prediction_narrows_nothing_but_the_context(dpofit,
     assert after["low_bytes"] == before["allocated_bytes"] + GIB
 
 
+def test_a_correction_beyond_a_fifth_is_warned_of_and_what_would_mend_it(dpofit, run) -> None:
+    folder = run([reading(1, gpu_allocated_peak_bytes=10 * GIB, gpu_reserved_peak_bytes=11 * GIB)])
+    job = ["calibrate", folder, "--gpu", "a100-80g", "--force"]
+    (finding,) = dpofit(*job, "--json").json["findings"]
+    assert (finding["id"], finding["severity"]) == ("memory.calibration-far-off", "warning")
+    assert {seen["where"] for seen in finding["evidence"]} == {"allocated", "reserved"}
+    assert "--lengths" in finding["fix"]
+    assert "memory.calibration-far-off" in dpofit(*job).out
+    (given,) = dpofit(*job, "--prompt", 2000, "--response", 48, "--json").json["findings"]
+    assert "--lengths" not in given["fix"]
+
+
+def test_a_run_near_its_prediction_is_not_warned_of(dpofit, run) -> None:
+    near = predicted(dpofit, run([reading(1)]))["gpu"]
+    read = reading(1, gpu_allocated_peak_bytes=int(0.9 * near["allocated_bytes"]),
+                   gpu_reserved_peak_bytes=int(0.9 * near["reserved_bytes"]))  # fmt: skip
+    assert dpofit("calibrate", run([read]), "--gpu", "a100-80g", "--json").json["findings"] == []
+
+
 def test_limits_compare_and_advise_take_a_calibration_and_say_so(dpofit, run) -> None:
     folder = run([reading(1)])
     dpofit("calibrate", folder, "--gpu", "a100-80g")

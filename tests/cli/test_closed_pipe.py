@@ -13,3 +13,8 @@ def test_a_closed_pipe_is_a_yes():
     process.stdout.close()
     assert (process.stderr.read(), process.wait()) == ("", 0)
     process.stderr.close()
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "dpofit", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "dpofit")

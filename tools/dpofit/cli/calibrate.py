@@ -45,7 +45,7 @@ def command(
       dpofit predict my.yaml --gpu h100-80g --calibration runs/first/calibration.json
     """
     from dpofit.hardware.calibration import calibration_text
-    from dpofit.memory.calibrate import calibration, compared
+    from dpofit.memory.calibrate import calibration, compared, far_off
     from dpofit.memory.measured import read_run
     from dpofit.memory.predict import predict
     from dpofit.report.calibrate import calibrate_document, print_calibration
@@ -69,7 +69,8 @@ def command(
         except OSError as error:
             wrong = f"can't be written ({error.strerror})"
             raise BadInput(Problem(str(target), "--out", wrong, "Name another file")) from None
-    show = (run, prediction, compared(run, prediction), own, written, notes)
+    lengths_given = (flags.lengths, flags.prompt, flags.response, flags.chosen, flags.rejected) != (None,) * 5
+    show = (run, prediction, compared(run, prediction), own, written, notes, far_off(own, lengths_given))
     if as_json:
         print(json.dumps(calibrate_document(*show), indent=2))
     else:

@@ -13,6 +13,7 @@ import typer
 from dpofit.errors import BadInput, Problem
 from dpofit.recipe.catalogue import read_yaml, written_for
 from dpofit.recipe.load import read_recipe, resolve_reference
+from dpofit.recipe.long_context import PIECES
 from dpofit.recipe.run_folder import run_folder_files
 
 
@@ -59,6 +60,7 @@ def command(
             "folder": str(folder.absolute()),
             "files": list(files),
             "environment": environment,
+            "long_context": [piece for piece in PIECES if piece in read.recipe.long_context],
             "output_dir": read.settings["output_dir"],
         }
         print(json.dumps(document, indent=2))

@@ -67,7 +67,7 @@ def _print_table(names: tuple[str, str], found: tuple[Difference, ...]) -> None:
     if not found:
         console.print(Text("No difference."))
         return
-    table = Table("")
+    table = Table("", box=None, pad_edge=False)
     table.add_column("key", overflow="fold")
     for name in names:
         table.add_column(Text(name), overflow="fold")

@@ -103,7 +103,8 @@ def _as_text(document: dict[str, Any]) -> str:
     hardware = document["hardware"]
     documented = document["documented"]
     version = "" if document["version"] is None else f".v{document['version']}"
-    lines = [f"{document['recipe']}{version}: {document['title']}", document["path"], ""]
+    head = [f"{document['recipe']}{version}: {document['title']}", document["path"]]
+    lines: list[str] = []
     if hardware:
         nodes = f"{hardware['nodes']} x {hardware['gpus_per_node']} {hardware['gpu']}"
         lines += _paragraph("written for", f"{nodes}, {hardware['host_ram']} of RAM a node")
@@ -120,7 +121,7 @@ def _as_text(document: dict[str, Any]) -> str:
             lines += _paragraph(key, document[key])
     for version in document["versions"]:
         lines += _paragraph(f"v{version['version']}", version["change"])
-    return "\n".join(lines) + "\n\n" + document["yaml"]
+    return "\n\n".join("\n".join(stanza) for stanza in (head, lines, [document["yaml"]]) if stanza)
 
 
 def _paragraph(label: str, text: str) -> list[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dpofit.findings import Evidence, Finding
 from dpofit.hardware.calibration import Calibration, Context
 from dpofit.memory.measured import RunRead
 from dpofit.memory.predict import Prediction
+
+FAR_OFF = 0.2  # beyond every row of docs/accuracy.md with known code
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,24 @@ def compared(run: RunRead, prediction: Prediction) -> tuple[Compared, ...]:
         Compared("context, communicators", gpu.overhead.total_bytes, beside, no_nvml),
         Compared("host, a node's processes", host.peak_bytes, max(by_node.values(), default=None), no_host),
     )  # fmt: skip
+
+
+def far_off(own: Calibration, lengths_given: bool) -> list[Finding]:
+    """A warning when a stored correction is so large that another job must have run than was predicted."""
+    errors = {"allocated": own.allocated_error, "reserved": own.reserved_error}
+    far = {name: error for name, error in errors.items() if error is not None and abs(error) > FAR_OFF}
+    if not far:
+        return []
+    evidence = tuple(Evidence(name, f"{error:+.1%} of what was predicted") for name, error in far.items())
+    cause = "Runs whose recipe, lengths and versions are those predicted lie far closer (docs/accuracy.md)."
+    fix = "Name what ran with --recipe, --stack and KEY=VALUE; later predictions are off by as much with this file."
+    if not lengths_given:
+        fix = (
+            f"Give the run's real lengths (--lengths, or --prompt and --response): rows were taken as cutoff_len. {fix}"
+        )
+    return [
+        Finding("memory.calibration-far-off", "warning", "the run is far from its prediction", evidence, cause, fix)
+    ]
 
 
 def _most(values: list[int | None]) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from dpofit.findings import Finding
 from dpofit.hardware.calibration import Calibration
 from dpofit.memory.calibrate import Compared
 from dpofit.memory.measured import RunRead
@@ -20,7 +21,7 @@ from dpofit.units import GIB
 
 def calibrate_document(
     run: RunRead, prediction: Prediction, rows: Sequence[Compared], own: Calibration, out: Path | None,
-    notes: Sequence[Note],
+    notes: Sequence[Note], findings: Sequence[Finding],
 ) -> dict[str, Any]:  # fmt: skip
     """The `dpofit.calibrate/1` document; `out`: the file written, None when there was nothing to write."""
     return {
@@ -39,12 +40,13 @@ def calibrate_document(
         "calibration": asdict(own) if own.holds_something else None,
         "written": None if out is None else str(out),
         "notes": [asdict(note) for note in notes],
+        "findings": [asdict(finding) for finding in findings],
     }  # fmt: skip
 
 
 def print_calibration(
     run: RunRead, prediction: Prediction, rows: Sequence[Compared], own: Calibration, out: Path | None,
-    notes: Sequence[Note],
+    notes: Sequence[Note], findings: Sequence[Finding],
 ) -> None:  # fmt: skip
     """A table of 100 columns, and what a prediction with the file will use."""
     screen = console()
@@ -66,6 +68,9 @@ def print_calibration(
     screen.print(table)
     for note in notes:
         screen.print(f"[dim]{note.id}[/]: {note.text}")
+    for finding in findings:
+        seen = ", ".join(f"{evidence.where} {evidence.text}" for evidence in finding.evidence)
+        screen.print(f"[yellow]{finding.severity}[/]: {finding.title}: {seen}  [dim]{finding.id}[/]\n    {finding.fix}")
     if out is None:
         screen.print("nothing to calibrate with: no reading from a GPU; no file written")
     else:
