@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dpofit.memory.dora import DoraLinear
 from dpofit.memory.quantized import quantized_linear
 from dpofit.memory.spec import BF16, FP32, LayerSpec, Lora
-from dpofit.memory.tape import BARE, Storage, Tape, Value
+from dpofit.memory.tape import BARE, Mark, Storage, Tape, Value
 from dpofit.models.shape import Linear
 
 
@@ -61,13 +61,18 @@ class Ops:
         out = tape.new(f"{linear.name}.out", spec.tokens * linear.out_features * BF16, "activations")
         y = Value(out, x.needs_grad or trained)
         source = cast or x.storage
+        unrounded = trained and wide_weight is None and on_weight_gradient is None and tape.sums is not None
 
         def backward(grad: Storage) -> None:
             gradient: Storage | None = None
             if x.needs_grad:
                 gradient = tape.new(f"{linear.name}.grad_in", inputs * BF16, "activation_grads")
-                gradient.view = not spec.linears_save_inputs  # zero/linear.py: matmul, whose result is no view
-            if trained:
+                # zero/linear.py, longdpo/unrounded.py: matmul, whose result is no view
+                gradient.view = not (spec.linears_save_inputs or unrounded)
+            if unrounded:
+                mark = Mark("grad", linear.name, weight_count, weight_count * BF16)
+                tape.add_to_sum(tape.new("new_grad", weight_count * FP32, "gradients"), mark)
+            elif trained:
                 narrow = tape.new("new_grad", weight_count * BF16, "gradients")
                 if wide_weight is None:
                     handed(narrow)

@@ -66,6 +66,7 @@ class Tape:
         self.nodes: list[Node] = []
         self.weight_casts: list[Storage] | None = None  # autocast's cache, when it outlives the tape's operators
         self.kept_gradients: list[tuple[Mark, Storage]] | None = None  # weights' gradients, when not handed over yet
+        self.sums: dict[str, tuple[Mark, Storage]] | None = None  # fp32, of gradients that come in parts, by module
         self.muted = False  # modules inside have no hooks of their own
         self.casts_cached = False  # autocast has the weights' copies already
         self._kept: list[Storage] = []  # what contexts hold as attributes, to the end of the graph
@@ -108,6 +109,14 @@ class Tape:
             return
         gradient.tag = f"grad.{module}"  # the parameter's own, whichever pass made it
         self.mark("grad", module, elements, gradient.size_bytes)
+
+    def add_to_sum(self, gradient: Storage, mark: Mark) -> None:
+        """An fp32 part of a weight's gradient: the first becomes the sum, the others are added to it."""
+        assert self.sums is not None
+        if mark.module in self.sums:
+            self.drop(gradient)
+        else:
+            self.sums[mark.module] = (mark, gradient)
 
     def cut(self) -> list[Event | Mark]:
         """The records since the last cut, as events; storages of no bytes leave none."""

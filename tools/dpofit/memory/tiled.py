@@ -40,21 +40,20 @@ def tiled_mlp(spec: LayerSpec, tape: Tape, x: Value, gate: Linear, up: Linear, d
     def backward(grad: Storage) -> None:
         size = x.storage.size_bytes
         grad_x = tape.new("mlp.grad_in", size, "activation_grads") if x.needs_grad else None
-        sums: list[tuple[Mark, Storage]] = []
+        sums: dict[str, tuple[Mark, Storage]] = {}
         outer, tape.weight_casts = tape.weight_casts, []
         for _ in range(2):
             part = _part(x, tile.tokens, spec.tokens, x.needs_grad)
-            gradients = _tile_backward(tape, ops, part, grad, (gate, up, down))
-            for mark, gradient in gradients:
-                if len(sums) < len(gradients):
-                    sums.append((mark, tape.new("mlp.grad_sum", mark.elements * FP32, "gradients")))
+            for mark, gradient in _tile_backward(tape, ops, part, grad, (gate, up, down), sums):
+                tape.add_to_sum(tape.new("mlp.grad_sum", mark.elements * FP32, "gradients"), mark)
                 tape.drop(gradient)
+            tape.sums = None
             tape.casts_cached = True
         finals = []
-        for mark, total in sums:
+        for mark, total in sums.values():
             finals.append(tape.new("mlp.grad_weight", mark.size_bytes, "gradients"))
             tape.drop(total)
-        for (mark, _), final in zip(sums, finals, strict=True):
+        for (mark, _), final in zip(sums.values(), finals, strict=True):
             tape.weight_gradient(final, mark.module, mark.elements)
         tape.drop(*tape.weight_casts)  # autocast's cache ends with the node's own context
         tape.weight_casts, tape.casts_cached = outer, False
@@ -109,12 +108,18 @@ def _part(x: Value, tile: int, tokens: int, needs_grad: bool) -> Value:
 
 
 def _tile_backward(
-    tape: Tape, ops: Ops, part: Value, grad: Storage, linears: tuple[Linear, Linear, Linear]
+    tape: Tape,
+    ops: Ops,
+    part: Value,
+    grad: Storage,
+    linears: tuple[Linear, Linear, Linear],
+    sums: dict[str, tuple[Mark, Storage]],
 ) -> list[tuple[Mark, Storage]]:
-    """One tile's forward with a graph, and autograd.grad over it; the weights' gradients, held."""
+    """One tile's forward with a graph, and autograd.grad over it. Linear layers' gradients go into `sums`; those that
+    autograd.grad gives, held."""
     nodes, tape.nodes = tape.nodes, []
     gradients: list[tuple[Mark, Storage]] = []
-    tape.kept_gradients = gradients
+    tape.kept_gradients, tape.sums = gradients, sums
     with _quiet(tape):
         y = ops.gated_mlp(part, *linears)
         y.grad = tape.hold(grad)  # a view of the tile's part

@@ -23,10 +23,12 @@ def pieces(request: TraceRequest, pin: Callable[[torch.Tensor], None]) -> Iterat
     done: list[str] = []
     with ExitStack() as stack:
         patch = lambda target, name, value: stack.enter_context(mock.patch.object(target, name, value))  # noqa: E731
-        if "answer_logps" in request.long_context:
-            from dpofit.train.longdpo import answer_head, answer_logps
+        from dpofit.train.longdpo import wide
 
-            patch(answer_head, "_product", _product_on_cuda)
+        patch(wide, "product", _product_on_cuda)
+        if "answer_logps" in request.long_context:
+            from dpofit.train.longdpo import answer_logps
+
             patch(answer_logps, "answer_positions", lambda labels: _answer_positions(labels, request.answers))
             done.append(f"answer_logps: {request.answers:,} positions predict a label, from the job's lengths")
         if request.shared is not None:

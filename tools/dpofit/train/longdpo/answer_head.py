@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dpofit.train import longdpo
+from dpofit.train.longdpo import wide
 
 
 class AnswerHead(nn.Linear):
@@ -79,7 +80,7 @@ class _TargetLogps(torch.autograd.Function):
             part = weight[tokens]
             slope = _slope(hidden, part, targets - start, log_sums, grad)
             if grad_hidden is not None:
-                grad_hidden += _product(slope, part)
+                grad_hidden += wide.product(slope, part)
             if grad_weight is not None:
                 torch.mm(slope.t(), hidden, out=grad_weight[tokens])
             del slope  # before the next slice's logits
@@ -101,10 +102,3 @@ def _slope(hidden: Tensor, part: Tensor, targets: Tensor, log_sums: Tensor, grad
     inside = (targets >= 0) & (targets < len(part))
     slope.scatter_add_(1, targets.clamp(0, len(part) - 1)[:, None], torch.where(inside, grad, 0)[:, None])
     return slope.to(hidden.dtype)
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in fp32, unrounded: the slices of a sum that stock rounds once."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)  # the accumulators of the same kernel, as they are
-    return left.float() @ right.float()

@@ -10,6 +10,7 @@ import torch
 from dpofit.errors import BadInput, Problem
 from dpofit.train.hooks import Hook
 from dpofit.train.longdpo import OWNER, TILE_TOKENS
+from dpofit.train.longdpo.unrounded import unrounded_linears
 
 # Layers that add the MLP's output to the residual and do nothing else with it (transformers 5.5.4). When gradient
 # checkpointing recomputes such a layer, nobody needs that output's values, so the MLP's forward is left out there:
@@ -92,13 +93,18 @@ class TiledForward:
     def backward(
         self, hidden: torch.Tensor, grad: torch.Tensor, wants_hidden: bool, trainable: tuple[torch.nn.Parameter, ...]
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Gradients of `hidden` and of each of `trainable`, the latter summed over tiles in fp32: a sum of rounded
-        bf16 gradients would be further off than stock's single matrix multiplication."""
+        """Gradients of `hidden` and of each of `trainable`, the latter summed over tiles in fp32, the linear layers'
+        unrounded, and rounded once: like stock's single matrix multiplication."""
         grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
         sums: list[torch.Tensor | None] = [None] * len(trainable)
+
+        def add(place: int, gradient: torch.Tensor) -> None:
+            total = sums[place]
+            sums[place] = gradient if total is None else total.add_(gradient)
+
         for part in _tiles(hidden):
             tokens = part(hidden).detach().requires_grad_(wants_hidden)
-            with torch.enable_grad():
+            with torch.enable_grad(), unrounded_linears(trainable, add):
                 output = self._stock(tokens)
             inputs = (*((tokens,) if wants_hidden else ()), *trainable)
             # Not .backward(): hooks on the parameters (DeepSpeed's reduction, DDP's) shall see one gradient, the whole.
@@ -106,16 +112,12 @@ class TiledForward:
             del output
             if grad_hidden is not None:
                 part(grad_hidden).copy_(grads.pop(0))
-            one = total = None
+            one = None
             for place, one in enumerate(grads):
-                total, grads[place] = sums[place], None  # type: ignore[call-overload]
-                if one is None:
-                    continue
-                if total is None:
-                    sums[place] = one.to(torch.promote_types(one.dtype, torch.float32), copy=True)
-                else:
-                    total.add_(one)
-            del one, total  # else the last weight's gradient would stay beside the next tile
+                grads[place] = None  # type: ignore[call-overload]
+                if one is not None:
+                    add(place, one.to(torch.promote_types(one.dtype, torch.float32), copy=sums[place] is None))
+            del one  # else the last weight's gradient would stay beside the next tile
         for place, parameter in enumerate(trainable):
             total = sums[place]
             sums[place] = None if total is None else total.to(parameter.dtype)
