@@ -16,6 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from agreement_report import RESULTS, agreement_of, errors, sentence
+
 from dpofit.hardware.cluster import Cluster
 from dpofit.hardware.gpus import find_gpu
 from dpofit.memory.job import Job, Lengths, Stack
@@ -25,7 +27,6 @@ from dpofit.memory.predict import predict
 from dpofit.models.known import find_model
 from dpofit.recipe.recipe import Recipe, ZeroConfig
 
-RESULTS = Path(__file__).parent / "results" / "agreement.json"
 COMPARED = ("forward", "reference_forward", "loss", "backward", "accumulate", "optimizer_step")
 TRACED_LAYERS = 4
 
@@ -128,6 +129,7 @@ def knobs(model: str, finetuning: str) -> Iterator[Point]:
     for bits in (4, 8):
         quantized = (("ref_model", "another"), ("ref_model_quantization_bit", bits))
         yield Point(model, finetuning=finetuning, recipe=quantized)
+    yield Point(model, finetuning=finetuning, recipe=(("use_muon", True),))
     if finetuning == "full":
         for layers, modules, extra in (
             (2, ("all",), ()), (-1, ("all",), ()), (2, ("mlp",), ("norm",)), (1, ("all",), ("embed_tokens",)),
@@ -182,16 +184,6 @@ def _steady(peaks: list[Peak], apart: bool) -> dict[str, int]:
     return found
 
 
-def errors(row: dict[str, Any]) -> tuple[float, str, float, bool]:
-    """(relative error of the peak, worst phase, its error, same winning phase)."""
-    predicted, traced = row["predicted_bytes"], row["traced_bytes"]
-    of_phase = {name: predicted.get(name, 0) / traced[name] - 1 for name in traced}
-    worst = max(of_phase, key=lambda name: abs(of_phase[name]))
-    of_peak = max(predicted.values()) / max(traced.values()) - 1
-    same = max(predicted, key=predicted.__getitem__) == max(traced, key=traced.__getitem__)
-    return of_peak, worst, of_phase[worst], same
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="every 12th point")
@@ -224,11 +216,7 @@ def main() -> None:
             RESULTS.write_text(_document(rows))
     if whole:
         RESULTS.write_text(_document(rows))
-    found = [errors(row) for row in rows]
-    peak = sum(abs(of_peak) <= 0.01 for of_peak, *_ in found)
-    phases = sum(abs(of_worst) <= 0.02 for _, _, of_worst, _ in found)
-    same = sum(same for *_, same in found)
-    print(f"{len(rows)} points; peak within 1%: {peak}; every phase within 2%: {phases}; same winning phase: {same}")
+    print(sentence([agreement_of(row) for row in rows]))
 
 
 def _key(fields: dict[str, Any]) -> str:

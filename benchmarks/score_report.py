@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from agreement_report import read, section
 from score_evaluate import NotScored, Scored, ScoredLength, ScoredVerdict
 from score_gpu import GpuScore, RecordScore
 from score_others import accelerate_bytes, deepspeed_gpu_bytes
@@ -55,6 +56,8 @@ def document(board: Scoreboard) -> str:
         _results(board),
         "## Longest rows",
         _lengths(board.lengths),
+        "## Closed form against trace",
+        section(read()),
         "## Every measurement",
         _measurements(board.rows),
         "## What other estimators say",

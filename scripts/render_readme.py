@@ -90,10 +90,19 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], right_from
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows))
 
 
+def agreement_sentence() -> str:
+    """How well closed form and trace agree, from the committed grid."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from agreement_report import read, sentence
+
+    return sentence(read())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "compare 72b": lambda: comparison_table(FAMILIES[0]),
     "compare 7b": lambda: comparison_table(FAMILIES[1]),
     "limits": limits_table,
+    "agreement": agreement_sentence,
 }
 
 

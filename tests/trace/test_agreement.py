@@ -29,6 +29,25 @@ POINTS = {
     "kto, ZeRO-3, adapters": {"stage": "kto", "zero": "z3", "finetuning": "lora"},
     "rm, adapters, unsloth gc": {"stage": "rm", "finetuning": "lora", "checkpointing": "unsloth"},
     "rm, ZeRO-3": {"stage": "rm", "zero": "z3"},
+    "rm, ZeRO-3, adapters": {"stage": "rm", "zero": "z3", "finetuning": "lora"},
+    "rm, ZeRO-2: a head without a gradient": {"stage": "rm", "zero": "z2"},
+    "kto, ZeRO-3, no checkpointing: layers stay gathered": {
+        "stage": "kto",
+        "zero": "z3",
+        "checkpointing": "none",
+        "liger": True,
+    },
+    "sft, ZeRO-3, adapters: prefetch": {"stage": "sft", "zero": "z3", "finetuning": "lora"},
+    "sft, adapters, Liger": {"stage": "sft", "finetuning": "lora", "pure_bf16": True, "liger": True},
+    "ZeRO-2, offloaded: the look for overflow": {"zero": "z2_offload", "model": "Qwen/Qwen2.5-7B"},
+    "two micro-batches": {"recipe": (("gradient_accumulation", 2),)},
+    "two micro-batches, ZeRO-1": {"zero": "z1", "recipe": (("gradient_accumulation", 2),)},
+    "two micro-batches, ZeRO-2": {"zero": "z2", "recipe": (("gradient_accumulation", 2),)},
+    "two micro-batches, ZeRO-3: what the first leaves gathered": {
+        "model": "Qwen/Qwen2.5-7B",
+        "zero": "z3",
+        "recipe": (("gradient_accumulation", 2),),
+    },
     "adapters, a quantized reference, fp32 norms and logits": {
         "finetuning": "lora",
         "recipe": (
@@ -46,6 +65,7 @@ POINTS = {
         "recipe": (("use_dora", True),),
     },
     "DoRA, ZeRO-3": {"finetuning": "lora", "stage": "sft", "zero": "z3", "recipe": (("use_dora", True),)},
+    "Muon": {"stage": "sft", "recipe": (("use_muon", True),)},
     "adapters, tables beside them": {
         "finetuning": "lora",
         "recipe": (("additional_target", ("embed_tokens", "lm_head")),),
@@ -66,6 +86,7 @@ POINTS = {
 def agreement():
     import sys
 
+    sys.path.insert(0, str(_FILE.parent))  # it imports its report
     spec = importlib.util.spec_from_file_location("agreement", _FILE)
     module = importlib.util.module_from_spec(spec)
     sys.modules["agreement"] = module  # its dataclasses look their module up
