@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import shutil
-from collections.abc import Collection, Iterator
+import statistics
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,16 +223,26 @@ def gradient_error(stock: Seen, long: Seen) -> float:
     return worst
 
 
-def bf16_error(exact: Seen, rounded: Seen) -> tuple[float, float]:
-    """How far a bf16 run is from the fp32 one: root of the summed squares of the log-probs' differences, and the mean
-    over steps of the gradients' relative difference."""
-    logps = zip(exact.logps, rounded.logps, strict=True)
-    scores = sum((a - b) ** 2 for one, other in logps for a, b in zip(one, other, strict=True)) ** 0.5
-    steps = []
-    for one, other in zip(exact.gradients, rounded.gradients, strict=True):
-        apart = sum(float((one[name] - other[name].float()).square().sum()) for name in one)
-        steps.append((apart / sum(float(gradient.square().sum()) for gradient in one.values())) ** 0.5)
-    return scores, sum(steps) / len(steps)
+def bf16_errors(exact: Seen, rounded: Seen) -> tuple[list[float], list[float]]:
+    """How far each forward's log-probs and each step's gradients of a bf16 run are from the fp32 run's: norms of the
+    differences."""
+    logps = [
+        sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5
+        for one, other in zip(exact.logps, rounded.logps, strict=True)
+    ]
+    gradients = [
+        sum(float((one[name] - other[name].float()).square().sum()) for name in one) ** 0.5
+        for one, other in zip(exact.gradients, rounded.gradients, strict=True)
+    ]
+    return logps, gradients
+
+
+def times_further(stock: Sequence[float], long: Sequence[float]) -> tuple[float, float]:
+    """How many times further from the truth `long` is than `stock`, pair by pair: the 95 % interval of the geometric
+    mean. Rounding is chance: one pair says nothing, and a piece is further off when the whole interval is above 1."""
+    ratios = [math.log(b / a) for a, b in zip(stock, long, strict=True) if a and b]
+    mean, error = statistics.mean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+    return math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)
 
 
 @contextlib.contextmanager

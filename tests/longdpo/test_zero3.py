@@ -70,12 +70,14 @@ def test_the_first_loss_is_ln_2(compared: list[tuple[Case, tuple[str, ...], Comp
 def test_the_head_is_gathered_once_a_pass_not_once_a_chunk(
     compared: list[tuple[Case, tuple[str, ...], Compared]],
 ) -> None:
-    """Forward and backward; a tied head is the embedding as well, which stays from a backward to the next micro-batch.
-    Answers take several chunks (runs.py)."""
-    for case, _, found in compared:
+    """Forward and backward, and under adapters the reference's forward, which the same engine makes with the same head.
+    A tied head is the embedding as well, which stays from a backward to the next micro-batch. Answers take several
+    chunks (runs.py)."""
+    for case, pieces, found in compared:
         stock, long = found.head_gathers
-        tied = case.head == "tied"
-        assert long == (4 * case.accumulation - (case.accumulation - 1) if tied else 2 * case.accumulation)
+        passes = 3 if (case.tuning, case.head) == ("lora", "own") and case.loss not in ("orpo", "simpo") else 2
+        tied = 4 * case.accumulation - (case.accumulation - 1)
+        assert long == (tied if case.head == "tied" else passes * case.accumulation), f"{case} {pieces}"
         assert case.head == "trained" or stock == long
 
 
