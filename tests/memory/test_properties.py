@@ -64,11 +64,25 @@ def test_deeper_models_need_no_less(recipe, more):
     assert allocated(planned(recipe, layers=2)) <= allocated(planned(recipe, layers=2 + more))
 
 
+WORSE = ("fits", "tight", "oom")
+
+
 @SLOW
-@given(RECIPES, st.integers(1, 3))
-def test_more_gpus_never_need_more_of_each_under_zero3(recipe, doublings):
-    recipe = {**recipe, "zero": zero(3)}
-    assert allocated(planned(recipe, gpus=2**doublings * 2)) <= allocated(planned(recipe, gpus=2))
+@given(RECIPES, st.integers(1, 3), st.booleans(), st.floats(0.5, 1.2))
+def test_more_gpus_never_need_more_of_each_under_zero3(recipe, doublings, expandable, share):
+    """On cards that are about full, too: there what is really reserved may grow, since a failing cudaMalloc no longer
+    gives cached memory back, but neither the interval nor the verdict says so."""
+    model = tiny(3, vocab=20_000, hidden=512)
+    recipe = {**recipe, "zero": zero(3), "expandable_segments": expandable}
+    fewer = {**recipe, "prompt": 1000, "response": 24, "nodes": 1, "gpus": 2}
+    wanted = predict(job(model, gpu=2**50, **fewer)).gpu.high_bytes
+    few, many = (
+        predict(job(model, gpu=int(wanted * share), **{**fewer, "gpus": gpus})) for gpus in (2, 2 ** (1 + doublings))
+    )
+    assert many.gpu.allocated_bytes <= few.gpu.allocated_bytes
+    assert many.gpu.low_bytes <= few.gpu.low_bytes
+    assert many.gpu.high_bytes <= few.gpu.high_bytes
+    assert WORSE.index(many.verdict) <= WORSE.index(few.verdict)
 
 
 @SLOW
