@@ -40,7 +40,8 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
     if gpu.reserved.out_of_memory and prediction.gpu_verdict != "oom":
         note("fragmentation", "Replayed over mixed lengths the allocator runs out: fragmentation decides.")
     elif gpu.reserved.retries_per_step:
-        text = f"The allocator empties its cache {gpu.reserved.retries_per_step:.1f} times a step to go on: slow."
+        text = f"The allocator empties its cache {gpu.reserved.retries_per_step:.1f} times a step to go on: slow. "
+        text += "What it then holds, the peak, is less than it would take, the interval's upper end."
         note("allocator-retries", text)
     if not gpu.expandable:
         note("expandable-off", "expandable_segments is off: segments of shorter batches stay and fragment memory.")
