@@ -74,6 +74,21 @@ def test_a_good_recipe_has_no_findings(write):
     assert ids(write()) == set()
 
 
+# The parser takes these; the run stops later.
+STOPS = {
+    "config.optim-of-block-optimizer": {"use_apollo": True, "optim": "adamw_torch_fused"},
+    "config.own-optimizer-deepspeed": {"use_muon": True, **Z3},
+    "config.shift-attn": {"shift_attn": True, "model_name_or_path": "meta-llama/Llama-3.1-8B"},
+}
+
+
+@pytest.mark.parametrize("id", STOPS)
+def test_what_stops_a_run_after_its_parser_is_an_error(id, write):
+    findings = check_recipe(write(**STOPS[id]), (), {})
+    assert {finding.severity for finding in findings if finding.id == id} == {"error"}
+    assert check_exit_code(findings) == 1
+
+
 @pytest.mark.parametrize("id", SURPRISES)
 def test_a_surprise_is_told_and_stops_nothing(id, write):
     findings = check_recipe(write(**SURPRISES[id]), (), {})
@@ -82,7 +97,7 @@ def test_a_surprise_is_told_and_stops_nothing(id, write):
 
 
 def test_every_piece_of_advice_has_a_recipe_that_brings_it_up():
-    assert {rule.id for rule in ADVICE} <= set(SURPRISES)
+    assert {rule.id for rule in ADVICE} <= {*SURPRISES, *STOPS}
 
 
 def test_findings_come_worst_first(write):

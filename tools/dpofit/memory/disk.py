@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dpofit.memory.job import Job
-from dpofit.memory.optimizers import offloaded_states, update_of
+from dpofit.memory.optimizers import offloaded_states
+from dpofit.memory.own_optimizers import update_for
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.tensors import Tensor, trained_tensors
 
@@ -23,7 +24,7 @@ class DiskUse:
 
 def _moments(job: Job, tensors: list[Tensor], element_bytes: int) -> int:
     """Bytes of the optimizer's own state, wherever it is."""
-    updates = [(update_of(job.recipe, tensor, element_bytes), tensor.times) for tensor in tensors]
+    updates = [(update_for(job.recipe, tensor, element_bytes), tensor.times) for tensor in tensors]
     return sum((sum(update.kept) + update.managed) * times for update, times in updates)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
+from dpofit.memory.layerwise import StepInBackward
 from dpofit.memory.part import Part
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16, FP32
@@ -58,7 +59,7 @@ class Effect(NamedTuple):
     """One change of a storage at a mark. `where` is the module, relative to the layer the mark stands in when both lie
     inside the stack (`absolute` False). Those after the first three come and go."""
 
-    kind: str  # gather, flat, grad; copy, upload, check
+    kind: str  # gather, flat, grad; copy, upload, check, update
     size_bytes: int
     where: int
     absolute: bool
@@ -109,6 +110,7 @@ class Reducer:
         return done
 
 
+Taker = Reducer | StepInBackward  # of gradients, as they appear
 Decision = tuple[tuple[Effect, ...], ...]  # for each mark of a part
 
 
@@ -138,7 +140,7 @@ _decided: dict[object, Decisions] = {}  # marks, engines, bucket → what was wo
 
 
 def decide(
-    parts: Sequence[Part], engines: Sequence[Engine], reducer: Reducer | None, ids: ModuleIds, overlap: bool = False
+    parts: Sequence[Part], engines: Sequence[Engine], reducer: Taker | None, ids: ModuleIds, overlap: bool = False
 ) -> Decisions:
     """Without engines no parameter moves (below stage 3); without a reducer gradients stay. `overlap`: overlap_comm,
     gathers and reductions have streams, and so memory pools, of their own."""
@@ -152,7 +154,7 @@ def decide(
 
 
 def _decide(
-    parts: Sequence[Part], engines: Sequence[Engine], reducer: Reducer | None, ids: ModuleIds, overlap: bool
+    parts: Sequence[Part], engines: Sequence[Engine], reducer: Taker | None, ids: ModuleIds, overlap: bool
 ) -> Decisions:
     marks = [[record for record in part.records if isinstance(record, Mark)] for part in parts]
     moves = {engine.name: _hooks(parts, marks, engine, ids) for engine in engines}
@@ -175,7 +177,7 @@ def _decide(
 
 
 def _runs(
-    part: Part, marks: Sequence[Mark], actions: Iterator[tuple[Action, ...]] | None, reducer: Reducer | None,
+    part: Part, marks: Sequence[Mark], actions: Iterator[tuple[Action, ...]] | None, reducer: Taker | None,
     ids: ModuleIds,
 ) -> list[Run]:  # fmt: skip
     """Group layers: where the coordinator acts as at the layer before, and the bucket started as it did, the same
@@ -277,7 +279,7 @@ def _lost(mark: Mark, engine: Engine, recomputed: bool) -> bool:
     return mark.kind == "post_backward" and (embedding or (engine.twice and not recomputed))
 
 
-def _gradient_effects(mark: Mark, base: int, reducer: Reducer | None, ids: ModuleIds) -> tuple[Effect, ...]:
+def _gradient_effects(mark: Mark, base: int, reducer: Taker | None, ids: ModuleIds) -> tuple[Effect, ...]:
     if reducer is None:
         return ()
     module = ids.base(mark.module) + (0 if mark.module in OUTSIDE else base)
@@ -369,6 +371,7 @@ _PASSING = {
     "copy": ("reduce_copy", "buckets"),
     "upload": ("upload", "gathered"),
     "check": ("overflow", "optimizer_workspace"),
+    "update": ("update", "optimizer_workspace"),
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dpofit.errors import BadInput, Problem
 from dpofit.memory.bands import names_to_freeze_by
 from dpofit.memory.optimizers import OPTIMIZERS
+from dpofit.memory.own_optimizers import own_optimizer_problems
 from dpofit.models.shape import ModelShape
 from dpofit.recipe.long_context import written
 from dpofit.recipe.recipe import Recipe
@@ -30,6 +31,7 @@ def check_scope(recipe: Recipe, model: ModelShape) -> None:
         problems.append(Problem(where, "lora_target", wrong, f"It has: all, {names}"))
     if model.model_type == "phi3":
         problems += [Problem(where, *problem) for problem in _phi3_problems(recipe)]
+    problems += [Problem(where, *problem) for problem in own_optimizer_problems(recipe, model)]
     if recipe.finetuning == "freeze":
         problems += [Problem(where, *problem) for problem in _freeze_problems(recipe, model)]
     problems += [Problem(where, *problem) for problem in _piece_problems(recipe, model)]
@@ -80,14 +82,10 @@ def _gaps(recipe: Recipe, model: ModelShape) -> list[tuple[str, str, str]]:
         "finetuning_type": (
             recipe.finetuning not in FINETUNING, recipe.finetuning, f"Modelled: {', '.join(FINETUNING)}"),
         "optim": (recipe.optim not in OPTIMIZERS, recipe.optim, f"Modelled: {', '.join(OPTIMIZERS)}"),
-        "use_galore": (
-            recipe.low_rank is not None and recipe.low_rank.kind == "galore", "GaLore", "optim=adafactor is modelled"),
-        "use_apollo": (
-            recipe.low_rank is not None and recipe.low_rank.kind == "apollo", "APOLLO", "optim=adafactor is modelled"),
         "use_badam": (recipe.badam is not None, "BAdam", "Leave it out"),
-        "use_adam_mini": (recipe.use_adam_mini, "Adam-mini", "optim=lion_32bit is modelled"),
-        "use_muon": (recipe.use_muon, "Muon", "Leave it out"),
-        "shift_attn": (recipe.shift_attn, "shifted sparse attention", "Leave it out"),
+        "shift_attn": (  # of others LLaMA-Factory says that it does nothing: model_utils/longlora.py:358
+            recipe.shift_attn and model.model_type == "llama",
+            "shift_attn of a Llama, which LLaMA-Factory 0.9.5 refuses from transformers 4.48 on,", "Leave it out"),
         "quantization_bit": (
             recipe.quantization_bit is not None and (
                 recipe.quantization_method != "bnb" or recipe.quantization_bit not in (4, 8)),

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dpofit.memory.job import Job
-from dpofit.memory.optimizers import offloaded_states, update_of
+from dpofit.memory.optimizers import offloaded_states
+from dpofit.memory.own_optimizers import update_for
 from dpofit.memory.program import Space
 from dpofit.memory.quantized import stored_bytes
 from dpofit.memory.spec import BF16, FP32, Quantization
@@ -57,7 +58,7 @@ def moments(job: Job, tensors: Iterable[Tensor], element_bytes: int) -> list[Sta
     sizes: list[int] = []
     managed = 0
     for tensor in tensors:
-        update = update_of(job.recipe, tensor, element_bytes)
+        update = update_for(job.recipe, tensor, element_bytes)
         sizes += update.kept * tensor.times
         managed += update.managed * tensor.times
     return [

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 from dpofit.memory.frozen_parts import KL, reference
 from dpofit.memory.job import Job
-from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, decide, lay
+from dpofit.memory.layerwise import StepInBackward
+from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, Taker, decide, lay
+from dpofit.memory.own_optimizers import layerwise, update_for
 from dpofit.memory.part import Part
 from dpofit.memory.partition import partition_gradients
 from dpofit.memory.parts import evaluation, micro_batch
@@ -21,6 +23,7 @@ from dpofit.memory.states import (
     weight_states,
 )
 from dpofit.memory.tape import Mark
+from dpofit.memory.tensors import trained_tensors
 from dpofit.memory.tiled import LEAF
 from dpofit.memory.update import (
     Items,
@@ -63,7 +66,13 @@ def _decide(job: Job, sizes: ZeroSizes | None, parts: list[Part], traced: bool) 
     # ZeRO-2 looks through the gradients of its partition as they go to the host (stage_1_and_2.py:1431-1437). Every
     # tensor lies in some rank's: what is shown at each is the rank that has it.
     checks = job.zero_stage == 2 and job.zero.offload_optimizer == "cpu"
-    reducer = Reducer(sizes.reduce_bucket, job.world_size, checks) if sizes and job.zero_stage >= 2 else None
+    reducer: Taker | None = None
+    if sizes and job.zero_stage >= 2:
+        reducer = Reducer(sizes.reduce_bucket, job.world_size, checks)
+    elif layerwise(job.recipe):
+        tensors = {tensor.name: tensor for tensor in trained_tensors(job)}
+        updates = {name: update_for(job.recipe, one, job.trained_bytes) for name, one in tensors.items()}
+        reducer = StepInBackward({name: update.temporary for name, update in updates.items()}, ids)
     return decide(parts, _engines(job, sizes, ids, traced), reducer, ids, job.zero_stage > 0 and job.zero.overlap_comm)
 
 
@@ -264,7 +273,7 @@ def _step(
     items += optimizer_update(job, sizes, appearing)
     items += graph_ends
     items += map(end, partition)
-    if job.zero_stage == 0:
+    if job.zero_stage == 0 and not layerwise(job.recipe):
         items += zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))
     return phases

@@ -6,8 +6,9 @@ import math
 
 from dpofit.memory.head import LOGITS_GRADIENT
 from dpofit.memory.job import Job
-from dpofit.memory.optimizers import copies_of_all, update_of
+from dpofit.memory.optimizers import copies_of_all
 from dpofit.memory.overlay import CHECK
+from dpofit.memory.own_optimizers import layerwise, owned, update_for
 from dpofit.memory.part import Part
 from dpofit.memory.partition import FLOAT64, partition_bytes
 from dpofit.memory.pinned import pinned_block_bytes
@@ -79,6 +80,8 @@ def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) 
     """Temporaries of the step: fp32 gradients of a group, then what the optimizer itself needs."""
     items: Items = list(allocate(appearing))
     zero = job.recipe.zero
+    if layerwise(job.recipe):
+        return items
     if zero is None:
         return items + _optimizer_temporaries(job, trained_tensors(job), job.trained_bytes)
     if zero.offload_optimizer == "cpu":
@@ -127,9 +130,9 @@ def _optimizer_temporaries(job: Job, tensors: list[Tensor], element_bytes: int) 
     """Copies of all tensors at once, then the most that one tensor's update needs."""
     count = sum(tensor.times for tensor in tensors)
     one_copy = sum(tensor.elements * tensor.times for tensor in tensors) * element_bytes
-    size_bytes = copies_of_all(job.recipe) * one_copy
+    size_bytes = 0 if owned(job.recipe) else copies_of_all(job.recipe) * one_copy
     copies = allocate([State("foreach", size_bytes, "optimizer_workspace", blocks=count)])
-    largest = max((update_of(job.recipe, tensor, element_bytes).temporary for tensor in tensors), default=0)
+    largest = max((update_for(job.recipe, tensor, element_bytes).temporary for tensor in tensors), default=0)
     return [*copies, *map(end, copies), *comes_and_goes("update", largest, "optimizer_workspace")]
 
 

@@ -12,6 +12,10 @@ from dpofit.recipe.secrets import is_secret
 from dpofit.recipe.settings import Settings
 
 _QUANTIZES_ON_THE_FLY = ("bnb", "hqq", "eetq")
+_OPTIMS = {  # train/trainer_utils.py _create_galore_optimizer, _create_apollo_optimizer
+    "use_galore": ("adamw_torch", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adafactor"),
+    "use_apollo": ("adamw_torch",),
+}
 _LORA_KEYS = ("lora_rank", "lora_alpha", "lora_target", "lora_dropout", "additional_target")
 _PREFERENCE_KEYS = ("pref_loss", "pref_beta", "pref_ftx", "simpo_gamma", "dpo_label_smoothing", "ld_alpha")
 
@@ -88,6 +92,15 @@ ADVICE: tuple[Rule, ...] = (
     Rule("config.badam-distributed", "use_badam",
          lambda r, s: s.on("use_badam") and (s["badam_mode"] == "ratio" or not r.zero3),
          "runs on one GPU only like this", "Use badam_mode: layer with ZeRO-3."),
+    Rule("config.optim-of-block-optimizer", "optim",
+         lambda r, s: any(s.on(key) and s["optim"] not in optims for key, optims in _OPTIMS.items()),
+         "is none that GaLore or APOLLO goes with", "Set optim: adamw_torch."),
+    Rule("config.own-optimizer-deepspeed", "deepspeed",
+         lambda r, s: s.set("deepspeed") and (s.on("use_muon") or s.on("use_adam_mini")),
+         "is more than Muon and Adam-mini can do", "Remove one of the two."),
+    Rule("config.shift-attn", "shift_attn",
+         lambda r, s: s.on("shift_attn") and "llama" in str(s["model_name_or_path"]).lower(),
+         "stops Llama models with the pinned transformers", "Remove it."),
 )
 # fmt: on
 

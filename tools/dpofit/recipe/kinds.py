@@ -263,6 +263,19 @@ KINDS: dict[str, Kind] = {
     "config.badam-distributed": _warning(
         "On several GPUs BAdam runs only layer-wise under ZeRO-3; anything else is refused."
     ),
+    "config.optim-of-block-optimizer": _error(
+        "GaLore goes with adamw_torch, the 8-bit AdamWs of bitsandbytes and adafactor, APOLLO with adamw_torch alone; "
+        "transformers 5 defaults to adamw_torch_fused, with which the trainer stops at `Unknown optim` "
+        "(train/trainer_utils.py)."
+    ),
+    "config.own-optimizer-deepspeed": _error(
+        "DeepSpeed hands an optimizer flat weights of its own: Muon stops at the first step (KeyError: 'use_muon'), "
+        "and Adam-mini too (IndexError: too many indices for tensor of dimension 1)."
+    ),
+    "config.shift-attn": _error(
+        "LLaMA-Factory 0.9.5 shifts the attention of Llama models only, and there asks for transformers 4.45 to 4.47 "
+        "(model_utils/longlora.py): with the pinned one the run stops while loading. For others it does nothing."
+    ),
     "config.offload-param-stage": _warning("`offload_param` works only at stage 3."),
     "config.deepspeed-ignored-key": _warning("DeepSpeed does not know this section and ignores it silently."),
     "config.deepspeed-batch": _info("A fixed `train_batch_size` ties the recipe to one number of GPUs."),

@@ -136,6 +136,7 @@ def arguments(request: TraceRequest) -> tuple[Any, Any]:
         use_dora=request.use_dora,
         additional_target=",".join(request.additional_target) or None,
         pure_bf16=request.precision == "pure_bf16",
+        **dict(request.own_optimizer),
     )
     return model_args, finetuning_args
 

@@ -12,7 +12,7 @@ from dpofit.memory.program import Event, Phase, Program, Space
 from dpofit.memory.scope import STAGES
 from dpofit.recipe.long_context import PIECES
 from dpofit.recipe.recipe import Recipe, ZeroConfig
-from dpofit.trace.optimizers import TRACED, own_optimizer
+from dpofit.trace.optimizers import TRACED, missing_package, own_optimizer
 from dpofit.trace.request import Attention, Checkpointing, TraceRequest
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def _unsupported(job: Job) -> list[Problem]:
         (recipe.use_unsloth, "use_unsloth", True, "false"),
         (recipe.lora_dropout != 0 and recipe.stage == "sft", "lora_dropout", recipe.lora_dropout, "0"),
     ]
+    missing = missing_package(recipe)
     return [Problem(where, key, f"{wrong} can't be traced", f"use {right}") for bad, key, wrong, right in checks if bad]
 
 
@@ -141,6 +142,8 @@ def _deepspeed(config: ZeroConfig) -> dict[str, Any]:
         "allgather_bucket_size": config.allgather_bucket_size,
         "round_robin_gradients": config.round_robin_gradients,
         "sub_group_size": config.sub_group_size,
+        (recipe.badam is not None, "use_badam", True, "false"),
+        (missing is not None, "optim", f"an optimizer of {missing}, which isn't installed,", f"pip install {missing}"),
     }
     if config.stage == 3:
         zero |= {

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from io import StringIO
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dpofit.recipe.recipe import Recipe
 from dpofit.trace.request import TraceRequest
 
 if TYPE_CHECKING:
@@ -14,21 +18,51 @@ if TYPE_CHECKING:
 TRACED = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 
 
-def make_optimizer(request: TraceRequest, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Trainer.create_optimizer: two groups, with and without weight decay."""
+def own_optimizer(recipe: Recipe) -> tuple[tuple[str, Any], ...]:
+    """The recipe's keys for one of LLaMA-Factory's own optimizers."""
+    if recipe.low_rank is not None:
+        kind, low_rank = recipe.low_rank.kind, recipe.low_rank
+        found: dict[str, Any] = {
+            f"use_{kind}": True, f"{kind}_rank": low_rank.rank, f"{kind}_target": ",".join(low_rank.targets),
+            f"{kind}_proj_type": low_rank.projection, f"{kind}_layerwise": low_rank.layerwise,
+        }  # fmt: skip
+        if kind == "apollo":
+            found["apollo_proj"] = "random" if low_rank.random else "svd"
+        return tuple(found.items())
+    for key, asked in (("use_muon", recipe.use_muon), ("use_adam_mini", recipe.use_adam_mini)):
+        if asked:
+            return ((key, True),)
+    return ()
+
+
+def missing_package(recipe: Recipe) -> str | None:
+    """The package of the recipe's optimizer, where it isn't installed."""
+    wanted = "adam_mini" if recipe.use_adam_mini else f"{recipe.low_rank.kind}_torch" if recipe.low_rank else None
+    return wanted if wanted is not None and find_spec(wanted) is None else None
+
+
+def make_optimizer(request: TraceRequest, model: torch.nn.Module, finetuning_args: Any) -> torch.optim.Optimizer:
+    """LLaMA-Factory's own optimizer where the request asks for one, else Trainer.create_optimizer: two groups, with and
+    without weight decay."""
+    from llamafactory.train.trainer_utils import create_custom_optimizer
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 
+    arguments = SimpleNamespace(
+        optim=OptimizerNames(request.optimizer), optim_args=None, learning_rate=1e-6, adam_beta1=0.9, adam_beta2=0.999,
+        adam_epsilon=1e-8, weight_decay=request.weight_decay, gradient_accumulation_steps=request.micro_batches,
+    )  # fmt: skip
+    if request.own_optimizer:
+        with redirect_stdout(StringIO()):  # Adam-mini prints each of its blocks
+            own = create_custom_optimizer(model, arguments, finetuning_args)  # type: ignore[arg-type]
+        assert own is not None
+        return own
     decay = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     groups = [
         {"params": [param for name, param in trainable if name in decay], "weight_decay": request.weight_decay},
         {"params": [param for name, param in trainable if name not in decay], "weight_decay": 0.0},
     ]
-    arguments = SimpleNamespace(
-        optim=OptimizerNames(request.optimizer), optim_args=None, learning_rate=1e-6, adam_beta1=0.9, adam_beta2=0.999,
-        adam_epsilon=1e-8,
-    )  # fmt: skip
     cls, options = Trainer.get_optimizer_cls_and_kwargs(arguments)  # type: ignore[arg-type]
     return cls(groups, **options, **_foreach(request.optimizer))  # type: ignore[no-any-return]
 

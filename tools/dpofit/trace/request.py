@@ -57,6 +57,7 @@ class TraceRequest:
     micro_batches: int = 1  # gradient accumulation steps
     steps: int = 1
     optimizer: str = "adamw_torch_fused"  # the Trainer's name; "" for no optimizer step
+    own_optimizer: tuple[tuple[str, Any], ...] = ()  # LLaMA-Factory's keys for one of its own: use_muon, use_galore …
     weight_decay: float = 0.0
     world_size: int = 1
     rank: int = 0

@@ -163,7 +163,7 @@ def make_trainer(request: TraceRequest, model: torch.nn.Module, reference: torch
 
     _, finetuning_args = arguments(request)
     accelerator = _accelerator(request)
-    optimizer = make_optimizer(request, model) if request.optimizer else None
+    optimizer = make_optimizer(request, model, finetuning_args) if request.optimizer else None
     if request.deepspeed:
         zero.already_placed(model)
         if reference is not None:

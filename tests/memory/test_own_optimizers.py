@@ -1,0 +1,67 @@
+"""LLaMA-Factory's own optimizers, against states counted in the real ones and what stops them when run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dpofit.errors import BadInput
+from dpofit.memory.own_optimizers import update_for
+from dpofit.memory.predict import predict
+from dpofit.memory.tensors import Tensor
+from dpofit.recipe.recipe import LowRank
+from tests.memory.jobs import job, peaks, tiny, zero
+
+COUNTED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "optimizer_states.json").read_text())
+ROLES = {"embed_tokens": ("embedding", (96, 64)), "lm_head": ("head", (96, 64)), "k_proj.bias": ("vector", (32,))}
+GALORE = LowRank("galore", 8, ("all",), "std", False, False)
+
+
+def _recipe(keys):
+    for kind in ("galore", "apollo"):
+        if f"use_{kind}" in keys:
+            random = kind == "apollo" and keys["apollo_proj"] == "random"
+            projection = keys.get(f"{kind}_proj_type", "std")
+            return {"low_rank": LowRank(kind, keys[f"{kind}_rank"], ("all",), projection, random, False)}
+    return keys
+
+
+def _alone(**recipe):
+    return job(tiny(), **{"nodes": 1, "gpus": 1, "prompt": 8, "response": 8, "optim": "adamw_torch", **recipe})
+
+
+@pytest.mark.parametrize(
+    "row", COUNTED["rows"], ids=lambda row: " ".join(map(str, [*row["keys"].values(), row["dtype"]]))
+)
+def test_states_are_those_counted_in_the_real_optimizer(row):
+    recipe = _alone(**_recipe(row["keys"])).recipe
+    element_bytes = {"bfloat16": 2, "float32": 4}[row["dtype"]]
+    for name, counted in row["kept_bytes"].items():
+        role, shape = ROLES.get(name, ("linear", COUNTED["shapes"].get(name)))
+        kept = sum(update_for(recipe, Tensor(role, tuple(shape), 1, name), element_bytes).kept)
+        heads = 4 * element_bytes if "use_adam_mini" in row["keys"] and name in ("q_proj", "k_proj") else 0
+        assert counted - heads <= kept <= counted, name
+
+
+def test_layer_by_layer_no_gradient_waits_for_the_step():
+    fields = {"pure_bf16": True, "stage": "sft"}
+    layerwise = LowRank("galore", 8, ("all",), "std", False, True)
+    whole, apart = (peaks(_alone(low_rank=one, **fields)) for one in (GALORE, layerwise))
+    assert whole["optimizer_step"].breakdown["gradients"] == 2 * tiny().parameters
+    assert "gradients" not in apart["optimizer_step"].breakdown
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"),
+    [
+        ({"low_rank": GALORE, "zero": zero(2)}, "galore with DeepSpeed, which LLaMA-Factory refuses"),
+        ({"low_rank": GALORE, "optim": "adamw_torch_fused"}, "adamw_torch_fused under use_galore"),
+        ({"low_rank": LowRank("apollo", 8, ("all",), "left", True, False)}, "vector of the wrong side"),
+        ({"use_muon": True, "zero": zero(2)}, "Muon under DeepSpeed"),
+        ({"use_adam_mini": True, "zero": zero(3)}, "Adam-mini under DeepSpeed"),
+        ({"use_adam_mini": True, "finetuning": "lora"}, "Adam-mini on adapters"),
+    ],
+)  # fmt: skip
+def test_what_fails_when_run_is_refused_with_its_reason(recipe, named):
+    with pytest.raises(BadInput, match=named):
+        predict(_alone(**recipe))
