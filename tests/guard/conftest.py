@@ -20,6 +20,13 @@ def _no_guard_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield
 
 
+@pytest.fixture
+def needs_mounts() -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("private mounts need root")
+    yield
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     def faults(outcome: str) -> int:
         reports = terminalreporter.stats.get(outcome, [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +201,6 @@ def _each_rank_its_own_disk(run: Run, private: str) -> Any:
     Path(run.output_dir).mkdir(exist_ok=True)
     assert libc.mount(os.fsencode(mine), os.fsencode(run.output_dir), None, 0x1000, None) == 0  # MS_BIND
     return train(run)
-
-
-@pytest.fixture
-def needs_mounts() -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("private mounts need root")
-    yield
 
 
 @pytest.mark.usefixtures("needs_mounts")

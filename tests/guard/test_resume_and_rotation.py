@@ -106,14 +106,14 @@ def expected_and_written_state(run: Run) -> tuple[int, int]:
     import os
 
     from dpofit.train import guard
-    from dpofit.train.guard.patches import _state_bytes
+    from dpofit.train.guard.room import state_bytes
     from tests.guard.runs import build_trainer
 
     guard.install()
     trainer = build_trainer(run)
     trainer.train()
     pattern = f"checkpoint-1/global_step1/*zero_pp_rank_{os.environ['RANK']}_mp_rank_00_optim_states.pt"
-    return _state_bytes(trainer), next(Path(run.output_dir).glob(pattern)).stat().st_size
+    return state_bytes(trainer), next(Path(run.output_dir).glob(pattern)).stat().st_size
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

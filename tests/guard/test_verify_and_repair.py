@@ -288,7 +288,7 @@ def repair_onto_a_small_disk(broken: str, place: str) -> tuple[int, str, list[st
     return code, err, sorted(os.listdir(place))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="private mounts need root")
+@pytest.mark.usefixtures("needs_mounts")
 def test_repair_onto_a_full_disk_says_so_and_leaves_nothing(tmp_path: Path, stock: Path) -> None:
     broken = without_weights(stock, tmp_path / "c")
     (tmp_path / "small").mkdir()

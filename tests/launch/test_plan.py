@@ -83,8 +83,10 @@ def test_dry_run_prints_a_script_that_bash_accepts(tmp_path: Path) -> None:
 
 def test_dry_run_of_one_node_of_four(tmp_path: Path) -> None:
     env = plain(NNODES="4", NODE_RANK="3", MASTER_ADDR="10.0.0.1", NPROC_PER_NODE="8")
-    done = dpofit("launch", "qwen2.5-72b-dpo/full-z3", "--dry-run", "--json", cwd=tmp_path, env=env)
+    guard = ("--guard-memory", "1GiB")
+    done = dpofit("launch", "qwen2.5-72b-dpo/full-z3", "--dry-run", "--json", *guard, cwd=tmp_path, env=env)
     document = json.loads(done.stdout)
+    assert [row["value"] for row in document["environment"] if row["name"] == "DPOFIT_GUARD_MEMORY"] == ["1GiB"]
     assert (document["schema"], document["nodes"], document["node_rank"]) == ("dpofit.launch/1", 4, 3)
     assert document["command"][1:7] == ["-m", "dpofit.train.torchrun", "--nnodes", "4", "--node-rank", "3"]
     assert all(variable["why"] for variable in document["environment"])
@@ -96,9 +98,12 @@ def test_dry_run_of_one_node_of_four(tmp_path: Path) -> None:
         (("--smoke", "--detach"), "--smoke --detach: exclude each other"),
         (("--dry-run", "--emit", "slurm"), "--dry-run --emit: exclude each other"),
         (("--keep", "kept"), "--keep: works only with --smoke"),
+        (("--dry-run", "--guard-memory", "8MiB"), "--guard-memory: 8MiB is out of range"),
     ],
 )
-def test_an_option_that_would_be_ignored_is_refused(tmp_path: Path, options: tuple[str, ...], wrong: str) -> None:
+def test_an_option_that_does_nothing_or_fails_later_is_refused(
+    tmp_path: Path, options: tuple[str, ...], wrong: str
+) -> None:
     done = dpofit("launch", "qwen2.5-7b-dpo/full-z3", *options, cwd=tmp_path, env=plain())
     assert (done.returncode, done.stdout) == (2, "")
     assert f"error: command line: {wrong}" in done.stderr

@@ -21,7 +21,7 @@ from dpofit.launch.state import running
 from dpofit.launch.topology import Topology, read_topology
 from dpofit.recipe.catalogue import written_for
 from dpofit.recipe.load import ReadRecipe, read_recipe
-from dpofit.units import parse_bytes
+from dpofit.train.guard.config import read_config
 
 CPU_RANKS = "DPOFIT_CPU_RANKS"  # train on that many gloo ranks on the CPU: tiny models, and tests of the machinery
 SMOKE_RANKS = 2
@@ -169,9 +169,11 @@ def _guard_variables(guard_memory: str | None, problems: list[Problem]) -> tuple
     if guard_memory is None:
         return ()
     try:
-        parse_bytes(guard_memory)
-    except ValueError as error:
-        problems.append(Problem("command line", "--guard-memory", str(error), ""))
+        read_config({"DPOFIT_GUARD_MEMORY": guard_memory})
+    except BadInput as bad:
+        problems += [
+            Problem("command line", "--guard-memory", problem.wrong, problem.right) for problem in bad.problems
+        ]
         return ()
     return (Variable("DPOFIT_GUARD_MEMORY", guard_memory, "--guard-memory"),)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from dpofit.train.guard.engine_files import guarded_engine
 from dpofit.train.guard.exchange import Exchange, SaveAborted
 from dpofit.train.guard.manifest import MANIFEST_NAME, read_manifest
 from dpofit.train.guard.progress import one_line, slower_line
+from dpofit.train.guard.room import say_at_start, state_bytes
 from dpofit.train.guard.save import Save, SaveReport, record
 from dpofit.train.guard.seal import extend, stamps
 from dpofit.train.guard.steps import reached
@@ -47,6 +49,8 @@ def guard_hooks() -> list[hooks.Hook]:
     return [
         hooks.Hook(OWNER, "transformers.trainer:Trainer.save_model", _wrap_save_model),
         hooks.Hook(OWNER, "transformers.trainer:Trainer._save_checkpoint", _wrap_save_checkpoint),
+        hooks.Hook(OWNER, "transformers.trainer:Trainer.train", _wrap_train),
+        hooks.Hook(OWNER, "transformers.trainer_callback:CallbackHandler.on_train_begin", _wrap_on_train_begin),
         hooks.Hook(OWNER, "transformers.trainer_callback:CallbackHandler.on_save", _wrap_on_save),
         lookup(target="transformers.trainer_utils:get_last_checkpoint"),
         lookup(target="transformers.trainer:get_last_checkpoint"),
@@ -61,7 +65,7 @@ def _wrap_save_model(stock: Callable[..., Any]) -> Callable[..., Any]:
         if state is None:
             stock(trainer, output_dir, _internal_call=_internal_call)
         elif state.current is not None:
-            state.current.write_weights(stock, _state_bytes(trainer))
+            state.current.write_weights(stock, state_bytes(trainer))
         else:
             _final_save(trainer, state, stock, Path(output_dir or trainer.args.output_dir))
             if trainer.args.push_to_hub and not _internal_call:
@@ -88,6 +92,28 @@ def _wrap_save_checkpoint(stock: Callable[..., Any]) -> Callable[..., Any]:
                 raise
 
     return _save_checkpoint
+
+
+def _wrap_train(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer.callback_handler._dpofit_trainer = weakref.ref(trainer)
+        return stock(trainer, *args, **kwargs)
+
+    return train
+
+
+def _wrap_on_train_begin(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def on_train_begin(handler: Any, args: Any, trainer_state: Any, control: Any) -> Any:
+        result = stock(handler, args, trainer_state, control)
+        trainer = getattr(handler, "_dpofit_trainer", lambda: None)()
+        state = None if trainer is None or args.save_strategy == "no" else _state(trainer)
+        if state is not None:
+            say_at_start(trainer, state.config, state.exchange)  # the engine is up now, nothing has been trained
+        return result
+
+    return on_train_begin
 
 
 def _wrap_on_save(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,21 +257,6 @@ def _exchange(config: GuardConfig) -> Exchange:
     exchange = _exchanges.setdefault(place, Exchange(store, *place, config.timeout_s))
     exchange.use(store, config.timeout_s)
     return exchange
-
-
-def _state_bytes(trainer: Any) -> int:
-    """Bytes of this rank's optimizer file: fp32 masters and moments, from what is really there."""
-    if trainer.args.save_only_model or trainer.optimizer is None:
-        return 0
-    optimizer = trainer.optimizer
-    masters: list[Any] = []
-    while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
-        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):  # ZeRO 3; 1 and 2
-            masters = masters or list(getattr(optimizer, name, []))
-        optimizer = optimizer.optimizer
-    masters = masters or [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    moments = [value for values in optimizer.state.values() for value in values.values()]
-    return sum(value.nbytes for value in (*moments, *masters) if isinstance(value, torch.Tensor))
 
 
 def _written_bytes(save: Save) -> int:

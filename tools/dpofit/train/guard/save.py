@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,18 +17,15 @@ from dpofit.train.guard import folders
 from dpofit.train.guard.backends import Extents, WeightsJob, write_direct, write_gather, write_routed
 from dpofit.train.guard.config import Backend, GuardConfig
 from dpofit.train.guard.exchange import Exchange, SaveAborted
-from dpofit.train.guard.machine import PeakMemory, free_disk_bytes, is_memory_backed, memory_headroom
+from dpofit.train.guard.machine import PeakMemory
 from dpofit.train.guard.plan import NotPlannable, Plan
 from dpofit.train.guard.progress import weights_bar
+from dpofit.train.guard.room import Needs, check_room, needs_here
 from dpofit.train.guard.seal import leave_part, seal
 from dpofit.train.guard.sources import NotDirect, span
 from dpofit.train.guard.steps import reached
 from dpofit.train.guard.stock import StockSave, native_bytes, plan_save, save_native, state_entries
 from dpofit.train.guard.view import FolderView, probe
-from dpofit.units import MIB
-
-_DISK_MARGIN = 1.01  # file-system metadata, trainer state, tokenizer
-_PROCESS_MARGIN_BYTES = 64 * MIB  # what a rank needs besides its chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +149,17 @@ class Save:
         self, plan: Plan | None, why_not: str, entries: dict[str, torch.Tensor], state_bytes: int
     ) -> tuple[Backend, str]:
         not_direct = None if plan is None else self._why_not_direct(plan, entries)
-        needs = _Needs(
-            host=socket.gethostname(),
-            leader=self._view.leader,
-            state_bytes=state_bytes,
-            free_disk_bytes=free_disk_bytes(self.staging),
-            in_memory=is_memory_backed(self.staging),
-            headroom_bytes=memory_headroom().available_bytes,
-            headroom_by=memory_headroom().limited_by,
-        )
+        needs = needs_here(self.staging, self._view.leader, state_bytes)
 
         def decide(answers: list[Any]) -> list[str]:
             reasons = [answer[0] for answer in answers if answer[0] is not None]
             backend, reason = _choose_backend(self.config, plan is not None, why_not, reasons, self._view.shared)
             weights = self._native_bytes if plan is None else plan.total_bytes
             held = self._native_bytes if backend == "native-safe" else 0
-            _check_room([_Needs(*answer[1]) for answer in answers], self.config, weights, held)
+            check_room([Needs(*answer[1]) for answer in answers], self.config, weights, held)
             return [backend, reason]
 
-        payload = [not_direct, [getattr(needs, name) for name in _Needs.__slots__]]
+        payload = [not_direct, needs.to_json()]
         backend, reason = self.exchange.round("choose", payload, decide=decide)
         return backend, reason
 
@@ -195,19 +183,6 @@ class Save:
                 self.add_extents(_gathered(job, getattr(self.trainer, "deepspeed", None)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """What one rank tells rank 0 about its place, for the check before anything is written."""
-
-    host: str
-    leader: int
-    state_bytes: int
-    free_disk_bytes: int
-    in_memory: bool
-    headroom_bytes: int
-    headroom_by: str
-
-
 def _choose_backend(
     config: GuardConfig, planned: bool, why_not: str, not_direct: list[str], shared: bool
 ) -> tuple[Backend, str]:
@@ -221,32 +196,6 @@ def _choose_backend(
     if not shared:
         return "routed", "not all ranks see one folder" + (asked if config.mode == "direct" else "")
     return "direct", "every rank reads back what the others write"
-
-
-def _check_room(needs: list[_Needs], config: GuardConfig, weights: int, held_by_writer: int) -> None:
-    """OSError names every node and disk that lacks room. Runs before anything the run had is touched."""
-    lacking: list[str] = []
-    for leader in sorted({need.leader for need in needs}):
-        seers = [need for need in needs if need.leader == leader]
-        wanted = int(_DISK_MARGIN * (sum(need.state_bytes for need in seers) + (weights if leader == 0 else 0)))
-        free = min(need.free_disk_bytes for need in seers)
-        if wanted > free:
-            lacking.append(f"disk of {seers[0].host}: this save needs {wanted:,} bytes, {free:,} are free")
-    for host in dict.fromkeys(need.host for need in needs):
-        local = [need for need in needs if need.host == host]
-        wanted = len(local) * (3 * config.chunk_bytes + _PROCESS_MARGIN_BYTES)
-        if needs[0].host == host:
-            wanted += held_by_writer
-        if any(need.in_memory for need in local):  # tmpfs: the files themselves are memory
-            wanted += sum(need.state_bytes for need in local) + (weights if needs[0].host == host else 0)
-        least = min(local, key=lambda need: need.headroom_bytes)
-        if wanted > least.headroom_bytes:
-            lacking.append(
-                f"memory of {host}: this save needs {wanted:,} bytes, "
-                f"{least.headroom_bytes:,} are left by {least.headroom_by}"
-            )
-    if lacking:
-        raise OSError("; ".join(lacking))
 
 
 def _gathered(job: WeightsJob, engine: Any) -> Extents:
