@@ -27,7 +27,7 @@ def _request(**changes):
     defaults = {
         "model_type": "qwen2", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "layers": 3, "heads": 4,
         "kv_heads": 2, "head_dim": 16, "tied_embeddings": False, "rows": 2, "tokens": 16, "attention": "eager",
-        "world_size": 2, "steps": 3, "deepspeed": {"zero_optimization": zero},
+        "world_size": 2, "steps": 3, "deepspeed": {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False},
     }  # fmt: skip
     changes.pop("zero", None)
     return TraceRequest(**(defaults | changes))
@@ -46,6 +46,27 @@ CASES = {
         },
     },
     "llama, adapters": {"model_type": "llama", "finetuning": "lora", "lora_rank": 4},
+    "nothing persists, is kept or fetched far ahead": {
+        "zero": {
+            "stage3_prefetch_bucket_size": 500,
+            "stage3_max_live_parameters": 10000,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+    },
+    "offloaded, accumulating": {
+        "micro_batches": 2,
+        "zero": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    },
+    "qwen3, no checkpointing, no prefetch": {
+        "model_type": "qwen3",
+        "checkpointing": "none",
+        "zero": {"stage3_prefetch_bucket_size": 0},
+    },
+    "adapters, nothing kept": {
+        "finetuning": "lora",
+        "zero": {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0},
+    },
 }
 
 

@@ -12,7 +12,7 @@ from dpofit.memory.job import Job
 from dpofit.memory.meter import phase_peaks
 from dpofit.memory.predict import Traced
 from dpofit.memory.program import Program
-from dpofit.trace.job import STEPS, trace_with_notes
+from dpofit.trace.job import STEPS, collector_off, trace_with_notes
 
 COMPARED = ("forward", "reference_forward", "loss", "backward", "accumulate", "optimizer_step")
 
@@ -24,7 +24,7 @@ def trace_and_draw(job: Job, timeline: Path | None, force: bool) -> Traced:
         raise BadInput(Problem(str(timeline), "--timeline", "exists already", right))
     if timeline is not None and not os.path.isdir(timeline.parent):  # before a minute of tracing
         raise BadInput(Problem(str(timeline), "--timeline", f"{timeline.parent} is no folder", "Make it first"))
-    with redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, which is the answer's
+    with redirect_stdout(sys.stderr), collector_off():  # DeepSpeed logs to stdout, which is the answer's
         program, substitutions = _traced(job)
     if timeline is not None:
         from dpofit.trace.timeline import draw_timeline

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -65,14 +66,15 @@ def shallow_layers(request: TraceRequest) -> int | None:
     attention = 2 * request.hidden_size * request.head_dim * (request.heads + request.kv_heads)
     layer = attention + 3 * request.hidden_size * request.intermediate_size
     names = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
-    return few + -(-max(int(zero.get(name, 1e9)) for name in names) // layer)
+    kept = -(-max(int(zero.get(name, 1e9)) for name in names) // layer)
+    return few + kept * min(request.micro_batches, 2)  # a micro-batch begins with what the one before has kept
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
     """A mark without what grows with depth (`kind`), and that (`size_bytes`, `layer`)."""
 
-    kind: tuple[Any, ...]
+    kind: int  # a number for all that must be the same
     size_bytes: int
     layer: int | None
     storage: Storage
@@ -155,7 +157,8 @@ def traced_peaks(traced: TracedStep, space: str = "gpu") -> Peaks:
 
 def deepened(low: Recorder, high: Recorder, further: int) -> Recorder | None:
     """The recording of `high`, one layer deeper than `low`, with `further` layers more; None where no period is."""
-    low_sections, high_sections = _sections(low), _sections(high)
+    kinds: dict[tuple[Any, ...], int] = {}
+    low_sections, high_sections = _sections(low, kinds), _sections(high, kinds)
     if [(s.phase, s.step) for s in low_sections] != [(s.phase, s.step) for s in high_sections]:
         return None
     deep = _Writer()
@@ -166,24 +169,30 @@ def deepened(low: Recorder, high: Recorder, further: int) -> Recorder | None:
     return deep.recorder
 
 
-def _sections(recorder: Recorder) -> list[_Section]:
+def _sections(recorder: Recorder, kinds: dict[tuple[Any, ...], int]) -> list[_Section]:
     """The marks by phase. Deaths in a row are put in order: some come in that of addresses, which means nothing."""
     sections = []
+    things = [_thing(storage, kinds) for storage in recorder.storages]
     for (phase, step), marks in groupby(recorder.marks, key=lambda mark: (mark.phase, mark.step)):
         events: list[_Event] = []
         for dying, run in groupby(marks, key=lambda mark: mark.size_bytes < 0):
-            several = [_event(mark, recorder.storages[mark.index]) for mark in run]
+            several = [_event(mark, recorder.storages[mark.index], *things[mark.index]) for mark in run]
             events += sorted(several, key=lambda event: -event.storage.index) if dying else several
         sections.append(_Section(phase, step, tuple(events)))
     return sections
 
 
-def _event(mark: Mark, storage: Storage) -> _Event:
+def _thing(storage: Storage, kinds: dict[tuple[Any, ...], int]) -> tuple[int, int | None]:
+    """(a number for what the storage is but for its size and layer, its layer)."""
     found = _LAYER.search(storage.module)
     module = _LAYER.sub("*", storage.module)
-    kind = (mark.size_bytes > 0, mark.space, storage.op, module, storage.origin, storage.dtype, len(storage.shape),
-            storage.phase, storage.step, storage.category)  # fmt: skip
-    return _Event(kind, mark.size_bytes, int(found.group()) if found else None, storage)
+    kind = (storage.space, storage.op, module, storage.origin, storage.dtype, len(storage.shape), storage.phase,
+            storage.step, storage.category)  # fmt: skip
+    return kinds.setdefault(kind, len(kinds) + 1), int(found.group()) if found else None
+
+
+def _event(mark: Mark, storage: Storage, thing: int, layer: int | None) -> _Event:
+    return _Event(thing if mark.size_bytes > 0 else -thing, mark.size_bytes, layer, storage)
 
 
 def _extend(low: Sequence[_Event], high: Sequence[_Event], further: int, deep: _Writer) -> bool:
@@ -250,28 +259,34 @@ class _Writer:
     def __init__(self) -> None:
         self.recorder = Recorder()
         self.phase, self.step = "", 0
-        self._alive: dict[tuple[Any, ...], list[int]] = {}
+        self._alive: dict[tuple[int, int], list[int]] = {}
 
     def write(self, event: _Event, size_bytes: int, layer: int | None) -> bool:
         """False when nothing that could die is alive."""
         storages, recorded = self.recorder.storages, event.storage
-        alive = self._alive.setdefault((event.kind[1:], abs(size_bytes)), [])
+        module = recorded.module if layer is None else _in_layer(recorded.module, layer)
+        alive = self._alive.setdefault((abs(event.kind), abs(size_bytes)), [])
         if size_bytes > 0:
             index = len(storages)
             shape = recorded.shape
             if len(shape) == 1 and size_bytes != recorded.size_bytes:
                 shape = (shape[0] * size_bytes // recorded.size_bytes,)
-            module = recorded.module if layer is None else _LAYER.sub(str(layer), recorded.module)
-            storages.append(
-                replace(recorded, index=index, size_bytes=size_bytes, shape=shape, module=module, died=None)
-            )
+            made = Storage(
+                index, size_bytes, recorded.op, module, recorded.phase, recorded.step, recorded.born,
+                recorded.category, recorded.space, shape, recorded.dtype, origin=recorded.origin,
+            )  # fmt: skip
+            storages.append(made)
             alive.append(index)
         else:
             if not alive:
                 return False
-            wanted = recorded.module if layer is None else _LAYER.sub(str(layer), recorded.module)
-            index = next((i for i in reversed(alive) if storages[i].module == wanted), alive[-1])
+            index = next((i for i in reversed(alive) if storages[i].module == module), alive[-1])
             alive.remove(index)
             storages[index].died = recorded.died
         self.recorder.marks.append(Mark(self.phase, self.step, index, size_bytes, event.storage.space))
         return True
+
+
+@cache
+def _in_layer(module: str, layer: int) -> str:
+    return _LAYER.sub(str(layer), module)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,11 +32,24 @@ def trace_job(job: Job, rank: int = 0) -> Program:
 
 def trace_with_notes(job: Job, rank: int = 0) -> tuple[Program, tuple[str, ...]]:
     """The same, and what the traced code ran instead of what only a CUDA machine has, and what was extrapolated."""
-    from dpofit.trace.extrapolate import trace_deep  # torch
-
     request = replace(request_of(job), rank=rank)
-    traced = trace_deep(request)
-    return program_of(traced.recorder, request), traced.substitutions
+    with collector_off():
+        from dpofit.trace.extrapolate import trace_deep  # torch
+
+        traced = trace_deep(request)
+        return program_of(traced.recorder, request), traced.substitutions
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Imports and traces make millions of objects that stay: Python would look through them for cycles all the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def request_of(job: Job) -> TraceRequest:

@@ -188,8 +188,6 @@ def accumulate_in_place(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None
     old, new = args[0], args[1]
     if not isinstance(new, torch.Tensor) or old.shape != new.shape or old.dtype != new.dtype:
         return None
-    if _solely_owned(old):
-        return aten.add_.Tensor(old, new)
-    if _solely_owned(new):
-        return aten.add_.Tensor(new, old)
-    return None
+    if _solely_owned(old):  # a fake tensor's sum is itself
+        return old
+    return new if _solely_owned(new) else None

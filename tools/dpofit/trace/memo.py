@@ -36,6 +36,8 @@ class Memo:
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`: its outputs, their aliasing and devices are those of the operation itself."""
+        if func is torch.ops.aten.slice.Tensor and not kwargs and type(args[0]) is FakeTensor:
+            return self._make(_sliced(*args), args)
         parts: list[Any] = [func]
         if _excluded(func) or not _describe(parts, args):
             return func(*args, **kwargs)
@@ -47,13 +49,15 @@ class Memo:
         answer = _ANSWERS.get(key)
         if answer is None:
             out = func(*args, **kwargs)
-            _ANSWERS[key] = _learned(func, args, out, parts)
+            _ANSWERS[key] = _learned(func, args, kwargs, out, parts)
             return out
         kind, learned = answer
         if kind == "unknown":
             return func(*args, **kwargs)
         if kind == "argument":
             return args[learned]
+        if kind == "out":
+            return kwargs["out"]
         if kind == "plain":
             return learned
         if kind == "one":
@@ -83,6 +87,16 @@ class Memo:
         return out
 
 
+def _sliced(tensor: FakeTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Made:
+    """`tensor[start:end:step]` in `dim`, without asking: DeepSpeed takes one slice for every rank."""
+    shape, stride = list(tensor.shape), list(tensor.stride())
+    start, end, step = slice(start, end, step).indices(shape[dim])
+    offset = int(tensor.storage_offset()) + start * stride[dim]
+    shape[dim] = max(0, -(-(end - start) // step))
+    stride[dim] *= step
+    return 0, tuple(shape), tuple(stride), offset, tensor.dtype, tensor.fake_device
+
+
 @cache
 def _excluded(func: Any) -> bool:
     return any(tag in func.tags for tag in _NOT_TWICE_ALIKE) or func.name().startswith(_MOVING)
@@ -109,11 +123,17 @@ def _describe(parts: list[Any], values: Sequence[Any]) -> bool:
     return True
 
 
-def _learned(func: Any, args: Sequence[Any], out: Any, parts: list[Any]) -> tuple[str, Any]:
+def _learned(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, parts: list[Any]) -> tuple[str, Any]:
     if func._schema.is_mutable:
         after: list[Any] = [func]
-        if not _describe(after, args) or after != parts[: len(after)]:
+        _describe(after, args)
+        for name, value in kwargs.items():
+            after.append(name)
+            _describe(after, (value,))
+        if after != parts:
             return "unknown", None
+        if out is not None and out is kwargs.get("out"):
+            return "out", None
     if isinstance(out, torch.Tensor):
         for index, value in enumerate(args):
             if value is out:

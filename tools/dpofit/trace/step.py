@@ -51,6 +51,7 @@ def trace_step(
     # The group first: it imports DeepSpeed, which asks torch's compiler for Triton, while none stands in for it.
     with group, semantics as done, pieces as more, linear, _cuda_is_the_stand_in(), _no_collector():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake.cache_enabled = False  # Memo remembers
         mode = StorageMode(
             recorder,
             kernels.CUDA_WORKSPACE if request.cuda else kernels.CPU_WORKSPACE,

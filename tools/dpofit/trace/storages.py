@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ class StorageMode(TorchDispatchMode):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         recorder = self.recorder
-        name = func.name().removeprefix("aten::")
+        name = _name(func)
         if name.startswith("prim::"):  # a question about the tensor, not work
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:  # .item(): a read on the host, no GPU memory
@@ -219,13 +220,21 @@ class StorageMode(TorchDispatchMode):
             out.is_rest = True
         # ATen TensorConversions.cpp: a non-blocking copy to the CPU lands in pinned memory
         pinned = func is aten._to_copy.default and bool(kwargs.get("non_blocking"))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor):
-                recorder.see(tensor, name, pinned)
+        if type(out) is FakeTensor:
+            recorder.see(out, name, pinned)
+        elif out is not None:
+            for tensor in tree_iter(out):
+                if isinstance(tensor, torch.Tensor):
+                    recorder.see(tensor, name, pinned)
         size = self.workspace.get(func)
         if size is not None:  # beside the output, which is allocated first
             recorder.transient(size(args, kwargs), name)
         return out
+
+
+@cache
+def _name(func: Any) -> str:
+    return func.name().removeprefix("aten::")  # type: ignore[no-any-return]
 
 
 def _tagged_rows(indices: Any) -> int | None:

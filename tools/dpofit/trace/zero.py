@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -54,6 +55,31 @@ def _allgather_params(init: Any, param_list: list[Any], hierarchy: int = 0) -> N
     del flat
 
 
+def _reduce_scatter_coalesced(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """coalesced_collectives.py:158: one tensor that divides evenly is its own flat buffer; others are put together in
+    one, with paddings; likewise."""
+    ranks, mine = dist.get_world_size(group), dist.get_rank(group)
+    parts = [-(-tensor.numel() // ranks) for tensor in tensors]
+    if len(tensors) == 1 and tensors[0].numel() % ranks == 0:
+        flat = tensors[0].view(-1)
+    else:
+        dtype, device = tensors[0].dtype, tensors[0].device
+        short = (part - _own(tensor, part, rank)
+                 for rank in range(ranks) for tensor, part in zip(tensors, parts, strict=True))  # fmt: skip
+        paddings = [torch.empty(elements, dtype=dtype, device=device) for elements in short if elements]
+        flat = torch.empty(sum(parts) * ranks, dtype=dtype, device=device)
+        del paddings
+    flat.div_(ranks)
+    starts = accumulate(parts[:-1], initial=mine * sum(parts))
+    return [flat.narrow(0, start, _own(tensor, part, mine))
+            for tensor, part, start in zip(tensors, parts, starts, strict=True)]  # fmt: skip
+
+
+def _own(tensor: torch.Tensor, part: int, rank: int) -> int:
+    """Elements of `tensor` in the part of `rank`, the last of which may be short or empty."""
+    return max(0, min(part, tensor.numel() - rank * part))
+
+
 @contextmanager
 def process_group(rank: int, world_size: int, recorder: Recorder) -> Iterator[None]:
     """Inside, this process is rank `rank` of `world_size`; collectives return at once."""
@@ -82,7 +108,7 @@ def process_group(rank: int, world_size: int, recorder: Recorder) -> Iterator[No
         import deepspeed.ops.adam.cpu_adam
         import deepspeed.utils.groups
         from deepspeed.comm.torch import Noop, TorchBackend
-        from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
+        from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
 
         # Compares this rank with the others; alone, it agrees with itself.
         patch = mock.patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda *_: None)
@@ -93,6 +119,7 @@ def process_group(rank: int, world_size: int, recorder: Recorder) -> Iterator[No
         stack.enter_context(_without_overflow())
         stack.enter_context(mock.patch.object(partition_parameters.AllGatherCoalescedHandle, "wait", _wait))
         stack.enter_context(mock.patch.object(partition_parameters.Init, "_allgather_params", _allgather_params))
+        stack.enter_context(mock.patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter_coalesced))
         for collective in _COLLECTIVES:
             stack.enter_context(mock.patch.object(TorchBackend, collective, lambda *_, **__: Noop()))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
