@@ -39,7 +39,7 @@ POINTS = {
     },
     "sft, ZeRO-3, adapters: prefetch": {"stage": "sft", "zero": "z3", "finetuning": "lora"},
     "sft, adapters, Liger": {"stage": "sft", "finetuning": "lora", "pure_bf16": True, "liger": True},
-    "ZeRO-2, offloaded: the look for overflow": {"zero": "z2_offload", "model": "Qwen/Qwen2.5-7B"},
+    "ZeRO-2, offloaded: the look for overflow": {"zero": "z2_offload"},
     "two micro-batches": {"recipe": (("gradient_accumulation", 2),)},
     "two micro-batches, ZeRO-1": {"zero": "z1", "recipe": (("gradient_accumulation", 2),)},
     "two micro-batches, ZeRO-2": {"zero": "z2", "recipe": (("gradient_accumulation", 2),)},

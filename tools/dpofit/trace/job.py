@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dpofit.errors import BadInput, Problem
 from dpofit.memory.job import Job
+from dpofit.memory.partition import fullest_ranks
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Phase, Program, Space
 from dpofit.memory.scope import STAGES
@@ -37,7 +38,15 @@ def trace_with_notes(job: Job, rank: int = 0) -> tuple[Program, tuple[str, ...]]
         from dpofit.trace.extrapolate import trace_deep  # torch
 
         traced = trace_deep(request)
-        return program_of(traced.recorder, request), traced.substitutions
+        return program_of(traced.recorder, request), (*traced.substitutions, *_rank_note(job, rank))
+
+
+def _rank_note(job: Job, rank: int) -> tuple[str, ...]:
+    """ZeRO-1/2 ranks differ in the gradients they hold; the closed form is of whichever needs most at each moment."""
+    if fullest_ranks(job) == (rank,):
+        return ()
+    most = " and ".join(str(one) for one in fullest_ranks(job))
+    return (f"rank {rank} of {job.world_size}: most is held by {most}",)
 
 
 @contextmanager
@@ -93,7 +102,8 @@ def request_of(job: Job) -> TraceRequest:
         checkpointing=_checkpointing(recipe),
         liger=recipe.liger,
         attention=_ATTENTION[recipe.flash_attn],
-        padding=job.lengths.padded,
+        padding=job.lengths.padded and not recipe.neat_packing,
+        packed=recipe.neat_packing,
         micro_batches=min(recipe.gradient_accumulation, 2),  # the third is like the second
         steps=STEPS,
         optimizer=recipe.optim,
@@ -127,6 +137,7 @@ def _checkpointing(recipe: Recipe) -> Checkpointing:
 def _unsupported(job: Job) -> list[Problem]:
     recipe = job.recipe
     where = str(recipe.source)
+    missing = missing_package(recipe)
     checks = [
         (job.model.model_type not in _CONFIG_TYPES, "model", job.model.model_type, ", ".join(_CONFIG_TYPES)),
         (recipe.stage not in STAGES, "stage", recipe.stage, ", ".join(STAGES)),
@@ -141,9 +152,10 @@ def _unsupported(job: Job) -> list[Problem]:
         (recipe.flash_attn not in _ATTENTION, "flash_attn", recipe.flash_attn, ", ".join(_ATTENTION)),
         (recipe.fp16, "fp16", True, "bf16 or pure_bf16"),
         (recipe.use_unsloth, "use_unsloth", True, "false"),
+        (recipe.badam is not None, "use_badam", True, "false"),
+        (missing is not None, "optim", f"an optimizer of {missing}, which isn't installed,", f"pip install {missing}"),
         (recipe.lora_dropout != 0 and recipe.stage == "sft", "lora_dropout", recipe.lora_dropout, "0"),
     ]
-    missing = missing_package(recipe)
     return [Problem(where, key, f"{wrong} can't be traced", f"use {right}") for bad, key, wrong, right in checks if bad]
 
 
@@ -158,8 +170,6 @@ def _deepspeed(config: ZeroConfig) -> dict[str, Any]:
         "allgather_bucket_size": config.allgather_bucket_size,
         "round_robin_gradients": config.round_robin_gradients,
         "sub_group_size": config.sub_group_size,
-        (recipe.badam is not None, "use_badam", True, "false"),
-        (missing is not None, "optim", f"an optimizer of {missing}, which isn't installed,", f"pip install {missing}"),
     }
     if config.stage == 3:
         zero |= {
