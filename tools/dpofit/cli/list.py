@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,6 @@ from dpofit.plan import JobFlags, plan_job
 from dpofit.recipe.catalogue import read_yaml
 
 if TYPE_CHECKING:
-    from dpofit.memory.predict import Verdict
     from dpofit.recipe.cards import CatalogueEntry, Presets
 
 _ZERO = {  # DeepSpeed file → what it does, short enough for the table
@@ -61,8 +60,7 @@ def command(
     presets = read_presets()
     entries = _of_family(all_recipes(), family)
     if fits:
-        flags = replace(flags, gpu=gpu)
-        entries = [entry for entry in _progress(entries) if _verdict(entry, flags) == "fits"]
+        entries = _fitting(entries, replace(flags, gpu=gpu))
     elif gpu is not None:
         from dpofit.hardware.gpus import find_gpu
 
@@ -87,25 +85,24 @@ def _of_family(entries: Sequence[CatalogueEntry], family: str | None) -> list[Ca
     return found
 
 
-def _progress(entries: Sequence[CatalogueEntry]) -> Iterable[CatalogueEntry]:
+def _fitting(entries: Sequence[CatalogueEntry], flags: JobFlags) -> list[CatalogueEntry]:
+    """Entries predicted to fit; a recipe that the card can't run does not."""
     from rich.console import Console
-    from rich.progress import track
 
-    return track(entries, "Predicting", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-
-
-def _verdict(entry: CatalogueEntry, flags: JobFlags) -> Verdict | None:
-    """None: the card can't run it."""
     from dpofit.hardware.flags import cluster_from
-    from dpofit.memory.predict import predict
+    from dpofit.report.rows import fitting
 
     if flags.gpu is not None:
         cluster_from(flags.gpu, flags.nodes or 1, flags.gpus_per_node, flags.host_ram)  # bad flags are bad for all
-    try:
-        planned = plan_job(entry.file.full_name, [], flags)
-    except BadInput:
-        return None
-    return predict(planned.job, planned.mix).verdict
+    planned = {}
+    for entry in entries:
+        try:
+            planned[entry.file.full_name] = plan_job(entry.file.full_name, [], flags)
+        except BadInput:
+            continue
+    with Console(stderr=True).status(f"Predicting {len(planned)} recipes"):
+        kept = dict(zip(planned, fitting([*planned.values()]), strict=True))
+    return [entry for entry in entries if kept.get(entry.file.full_name)]
 
 
 def row_of(entry: CatalogueEntry, presets: Presets) -> dict[str, Any]:

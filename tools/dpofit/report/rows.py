@@ -12,8 +12,9 @@ from typing import TypeVar
 from dpofit.memory.job import Lengths
 from dpofit.memory.limits import Limit, longest_prompt
 from dpofit.memory.notes import calibration_note
-from dpofit.memory.predict import Prediction, predict
+from dpofit.memory.predict import Prediction, default_mix, predict
 from dpofit.memory.scope import check_scope
+from dpofit.memory.screen import screen
 from dpofit.memory.speed import StepTime, step_time
 from dpofit.plan import DEFAULT_RESPONSE, PlannedJob
 from dpofit.recipe.notes import Note
@@ -60,6 +61,16 @@ def limit_rows(planned: Sequence[PlannedJob]) -> list[LimitRow]:
 def comparison_rows(planned: Sequence[PlannedJob]) -> list[ComparisonRow]:
     """Predict each job, and search its longest prompt; answers of 1,024 tokens where the job names none."""
     return _on_all_cores(_comparison_row, planned)
+
+
+def fitting(planned: Sequence[PlannedJob]) -> list[bool]:
+    """Is each job predicted to fit?"""
+    return _on_all_cores(_fits, planned)
+
+
+def _fits(plan: PlannedJob) -> bool:
+    screened = screen(plan.job, plan.mix or default_mix(plan.job))
+    return screened.may_fit and predict(plan.job, plan.mix, screened.plan).verdict == "fits"
 
 
 def _limit_row(plan: PlannedJob) -> LimitRow:
