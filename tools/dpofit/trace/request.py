@@ -52,6 +52,7 @@ class TraceRequest:
     liger: bool = False
     attention: Attention = "sdpa"
     padding: bool = True
+    packed: bool = False  # neat_packing
     pref_ftx: float = 0.0
     ld_alpha: float | None = None
     micro_batches: int = 1  # gradient accumulation steps
