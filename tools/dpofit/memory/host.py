@@ -97,9 +97,9 @@ def _host_events(item: Event | Repeat) -> list[Event]:
 
 
 def _offloaded_frozen_bytes(job: Job) -> int:
-    """A LoRA run under ZeRO-3 with parameter offload is reported to outgrow 256 GB after its first save
-    (benchmarks/cases/verdicts.json a033): 15 GiB above its partitions (traced), two copies for saves and the driver's
-    allowance. What else lay there is not known; the high figure allows the frozen slices once more."""
+    """An allowance from one report, not a mechanism (benchmarks/cases/verdicts.json a033, therefore not scored): LoRA
+    under ZeRO-3 with parameter offload, a 32B on 4 ranks, held about 180 GB before any save and outgrew 256 GB after
+    one; pinned partitions and processes explain 112. What else lay there is not known."""
     if job.zero_stage != 3 or job.zero.offload_param != "cpu":
         return 0
     return sum(math.ceil(one.elements / job.world_size) * one.times for one in frozen_tensors(job)) * BF16
