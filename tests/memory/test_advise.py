@@ -156,6 +156,27 @@ def test_a_job_that_fits_gets_no_advice(folder):
     assert (found.advice.suggestions, found.no_help) == ((), {})
 
 
+def test_a_piece_that_raises_the_peak_is_named_where_the_job_fits_and_where_it_does_not():
+    """Both were traced with four layers: 8.4 → 10.6 GiB for adapters of a 72B at 8k + 1k, where the reference's forward
+    on the same engine had kept DeepSpeed from gathering ahead; and the tiles' fp32 sums on short rows."""
+    assert (
+        "allocated peak 24.3 GiB → 26.5 GiB: with one forward a step" in raising("lora-long", 8192)["cached_reference"]
+    )
+    assert list(raising("full-z3-long", 4096)) == ["tiled_mlp"]
+    assert list(raising("full-z3-long", 4096, gpu="40GiB")) == ["tiled_mlp"]  # does not fit
+    assert raising("full-z3-long", 32_768) == {}
+
+
+def raising(recipe: str, prompt: int, **flags: Any) -> dict[str, str]:
+    """Pieces named as raising the peak of a 72B recipe on its own cluster, and why."""
+    given = JobFlags(prompt=prompt, response=1024, **flags)
+    name = f"qwen2.5-72b-dpo/{recipe}"
+    planned = plan_job(name, [], given)
+    bench = Workbench(planned.job, planned.mix, Command(name, [], given, planned).replan)
+    found = would_not_help(bench, Advice(predict(planned.job, planned.mix), ()))
+    return {one.id.removeprefix("piece-"): one.why for one in found if one.id.startswith("piece-")}
+
+
 def test_a_default_evaluation_batch_is_the_first_thing_to_lower(folder):
     """8 pairs of fp32 logits in the first evaluation: 16 x 4,096 x 152,064 x 4 bytes are 37 GiB, several times."""
     recipe = {"finetuning_type": "lora", "cutoff_len": 4096, "eval_strategy": "epoch", **SEVEN_B}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dpofit.memory.advise import MOST_NODES, Advice, Workbench
 from dpofit.memory.job import LIGER_MODEL_TYPES
 from dpofit.memory.levers import OFFLOAD, Change, nodes_lever
-from dpofit.memory.predict import Prediction, expandable_segments
-from dpofit.memory.screen import Screen
+from dpofit.memory.predict import Prediction, default_mix, expandable_segments
+from dpofit.memory.screen import Screen, screen
+from dpofit.recipe.long_context import PIECES
 from dpofit.units import format_gib
 
 STATES = ("weights", "reference", "optimizer", "gradients")  # what ZeRO can share out and offload
@@ -28,17 +29,42 @@ class NoHelp:
 
 
 def would_not_help(bench: Workbench, advice: Advice) -> list[NoHelp]:
-    """Those of the popular changes that are not among the suggestions. Empty when the job fits."""
+    """Those of the popular changes that are not among the suggestions; of a job that fits, only the long-context
+    pieces that raise its peak."""
     base, before = advice.base, bench.screen(())
-    if base.verdict == "fits" or before is None:
+    if before is None:
         return []
+    if base.verdict == "fits":
+        return list(_pieces(bench, base, before))
     suggested = {change.id for suggestion in advice.suggestions for change in suggestion.changes}
     questions: tuple[Callable[[Workbench, Prediction, Screen], Iterator[NoHelp]], ...] = (
         _liger, _accumulation, _offload, _unsloth_gc, _checkpointing, _expandable, _flash_attention, _micro_batch,
-        _rank, _optimizer_8bit, _more_gpus,
+        _rank, _optimizer_8bit, _more_gpus, _pieces,
     )  # fmt: skip
     return [found for ask in questions for found in ask(bench, base, before)
             if not suggested & ({found.id} if found.id != "offload" else set(OFFLOAD))]  # fmt: skip
+
+
+# Why a long-context piece can cost memory (traced: docs/long-context.md).
+PIECE_COSTS = {
+    "cached_reference": "with one forward a step DeepSpeed knows what comes next and gathers it ahead",
+    "tiled_mlp": "rows are so short that the weights' sums in fp32 are larger than what tiles save",
+}
+
+
+def _pieces(bench: Workbench, base: Prediction, before: Screen) -> Iterator[NoHelp]:
+    """Pieces that are on and raise this job's peak."""
+    for piece in PIECES:
+        if not base.job.on(piece):
+            continue
+        rest = base.job.recipe.long_context - {piece}
+        job = replace(base.job, recipe=replace(base.job.recipe, long_context=rest))
+        without = screen(job, bench.mix or default_mix(job))
+        raised = before.allocated_bytes - without.allocated_bytes
+        if raised > 0.01 * before.allocated_bytes:
+            why = f"on; allocated peak {format_gib(without.allocated_bytes)} → {format_gib(before.allocated_bytes)}"
+            cause = f": {PIECE_COSTS[piece]}" if piece in PIECE_COSTS else ""
+            yield NoHelp(f"piece-{piece}", f"{piece} of --long-context", f"{why}{cause}", -raised)
 
 
 def _tried(bench: Workbench, change: Change, before: Screen) -> tuple[int, int, str] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from dpofit.memory.advise import Advice, Suggestion
@@ -83,6 +84,7 @@ def print_advice(advice: Advice, no_help: Sequence[NoHelp], written: Written) ->
         out.print(f"[dim]{note.id}[/]: {note.text}\n")
     if base.verdict == "fits":
         out.print("Nothing needs to change. dpofit limits says how much longer it could be.")
+        _print_no_help(out, "Costs memory here", no_help)
         return
     if not advice.suggestions:
         out.print("No change dpofit knows makes it fit.\n")
@@ -100,14 +102,19 @@ def print_advice(advice: Advice, no_help: Sequence[NoHelp], written: Written) ->
         for change in suggestion.changes:
             if change.remark:
                 out.print(f"   [dim]{change.remark}[/]")
-    if no_help:
-        table = Table(title="\nWould not help here", title_justify="left", box=None, pad_edge=False, show_header=False)
-        table.add_column(overflow="fold", max_width=38)
-        table.add_column()
-        for found in no_help:
-            table.add_row(found.change, found.why)
-        out.print(table)
+    _print_no_help(out, "Would not help here", no_help)
     out.print("[dim]Append a line to the command (or write its keys into the YAML). Times are estimates.[/]")
+
+
+def _print_no_help(out: Console, title: str, no_help: Sequence[NoHelp]) -> None:
+    if not no_help:
+        return
+    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, show_header=False)
+    table.add_column(overflow="fold", max_width=38)
+    table.add_column()
+    for found in no_help:
+        table.add_row(found.change, found.why)
+    out.print(table)
 
 
 def _sizes(found: Prediction) -> str:
