@@ -111,6 +111,22 @@ def test_a_file_of_real_lengths_sets_the_longest_row(dpofit, mine, tmp_path):
     assert "mix-assumed" not in {note["id"] for note in ran.json["notes"]}
 
 
+def test_a_few_pairs_that_set_the_peak_for_all_are_named_with_what_they_cost(dpofit, mine, tmp_path):
+    few = [{"prompt": 6000, "chosen": 10, "rejected": 2000, "count": 2}, {"prompt": 7000, "chosen": 9, "rejected": 8}]
+    rest = [{"prompt": 800, "chosen": 50, "rejected": 60, "count": 9_000}, {"prompt": 900, "chosen": 90, "rejected": 9}]
+    peaks = []
+    for name, rows in (("all", [*rest, *few]), ("rest", rest)):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        ran = dpofit("predict", mine, "--lengths", tmp_path / name, "--json")
+        peaks.append(ran.json["gpu"]["peak_bytes"])
+        said = [note["text"] for note in ran.json["notes"] if note["id"] == "length-outliers"]
+        if name == "all":
+            [text] = said
+    assert said == []  # its longest row is 1.15 times the others
+    assert text.startswith(f"3 of 9,004 pairs need {peaks[0] / peaks[1]:.1f}x the memory of the rest: ")
+    assert f"a GPU peaks at {peaks[1] / 2**30:.1f} GiB" in text
+
+
 def test_an_unknown_host_is_noted_not_guessed(dpofit, mine):
     ran = dpofit("predict", mine, "--json")
     assert ran.json["verdict_by"]["host"] is None

@@ -13,7 +13,7 @@ from dpofit.hardware.calibration import Calibration, read_calibration
 from dpofit.hardware.cluster import Cluster, Gpu
 from dpofit.hardware.flags import cluster_from
 from dpofit.memory.job import Job, Lengths
-from dpofit.memory.lengths import longest_and_mix, read_lengths
+from dpofit.memory.lengths import FewLongest, few_longest, longest_and_mix, read_lengths
 from dpofit.memory.stack import parse_stack
 from dpofit.models.known import find_model
 from dpofit.recipe.card_limits import unable
@@ -56,6 +56,7 @@ class PlannedJob:
     mix: tuple[Lengths, ...] | None
     notes: tuple[Note, ...]
     written_for: WrittenFor | None
+    few: FewLongest | None = None  # of a file of lengths: the pairs that set the peak alone
 
 
 def plan_job(reference: str, overrides: Sequence[str], flags: JobFlags) -> PlannedJob:
@@ -83,13 +84,13 @@ def plan_job(reference: str, overrides: Sequence[str], flags: JobFlags) -> Plann
     _refuse_card(loaded.recipe, cluster.gpu)
     if calibration is not None:
         cluster = _calibrated(cluster, calibration, flags)
-    longest, mix, more = lengths
+    longest, mix, few, more = lengths
     notes = [*loaded.notes, *notes, *more]
     recipe = loaded.recipe
     if not stack.at_least("transformers", "5.0") and "optim" not in recipe.settings:
         recipe = replace(recipe, optim="adamw_torch")  # transformers 4.x training_args.py default
         notes.append(Note("optim-of-stack", "optim is not set: transformers 4 takes adamw_torch, the foreach AdamW."))
-    return PlannedJob(Job(recipe, model, cluster, longest, stack), mix, tuple(notes), written)
+    return PlannedJob(Job(recipe, model, cluster, longest, stack), mix, tuple(notes), written, few)
 
 
 def _cluster(flags: JobFlags, written: WrittenFor | None) -> tuple[Cluster, list[Note]]:
@@ -131,9 +132,10 @@ def _calibrated(cluster: Cluster, calibration: Calibration, flags: JobFlags) -> 
     return replace(cluster, calibration=calibration)
 
 
-def _sane_lengths(
-    flags: JobFlags, loaded: LoadedRecipe | None
-) -> tuple[Lengths, tuple[Lengths, ...] | None, list[Note]]:
+_Found = tuple[Lengths, tuple[Lengths, ...] | None, FewLongest | None, list[Note]]
+
+
+def _sane_lengths(flags: JobFlags, loaded: LoadedRecipe | None) -> _Found:
     found = _lengths(flags, loaded)
     tokens = found[0].row_tokens
     if tokens > LONGEST_ROW:
@@ -142,28 +144,29 @@ def _sane_lengths(
     return found
 
 
-def _lengths(flags: JobFlags, loaded: LoadedRecipe | None) -> tuple[Lengths, tuple[Lengths, ...] | None, list[Note]]:
+def _lengths(flags: JobFlags, loaded: LoadedRecipe | None) -> _Found:
     problems = _length_problems(flags)
     if problems:
         raise BadInput(problems)
     cutoff = loaded.recipe.cutoff_len if loaded else 0
     padded = not flags.no_padding and not (loaded is not None and loaded.recipe.packing)
     if flags.lengths is not None:
-        longest, mix = longest_and_mix(read_lengths(flags.lengths), padded)
-        return longest, mix, _cutoff_note(longest, cutoff)
+        pairs = read_lengths(flags.lengths)
+        longest, mix = longest_and_mix(pairs, padded)
+        return longest, mix, few_longest(pairs, padded), _cutoff_note(longest, cutoff)
     if (flags.prompt, flags.response, flags.chosen, flags.rejected) == (None, None, None, None):
         text = f"No lengths given: every row is cutoff_len, {cutoff:,} tokens; other batches shorter."
         answers = 0
         if loaded is not None and loaded.recipe.long_context:  # what a pair costs depends on how much of it is answer
             answers = min(DEFAULT_RESPONSE, cutoff // 2)
             text += f" Answers of {answers:,} tokens."
-        return Lengths(cutoff - answers, answers, answers, padded), None, [Note("lengths-assumed", text)]
+        return Lengths(cutoff - answers, answers, answers, padded), None, None, [Note("lengths-assumed", text)]
     response = DEFAULT_RESPONSE if flags.response is None else flags.response
     chosen = response if flags.chosen is None else flags.chosen
     rejected = response if flags.rejected is None else flags.rejected
     prompt = max(cutoff - max(chosen, rejected), 8) if flags.prompt is None else flags.prompt
     longest = Lengths(prompt, chosen, rejected, padded)
-    return longest, None, _cutoff_note(longest, cutoff)
+    return longest, None, None, _cutoff_note(longest, cutoff)
 
 
 def _length_problems(flags: JobFlags) -> list[Problem]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dpofit.cli.job_options import one_recipe, split_overrides, takes_job_flags
-from dpofit.memory.predict import Traced
+from dpofit.memory.predict import Prediction, Traced
 from dpofit.plan import JobFlags, PlannedJob, plan_job
+from dpofit.recipe.notes import Note
+
+WORTH_SAYING = 1.05  # times the memory of the rest
 
 
 @takes_job_flags()
@@ -42,7 +46,8 @@ def command(
     reference = one_recipe(references)
     planned = plan_job(reference, overrides, flags)
     prediction = predict(planned.job, planned.mix)
-    notes = [*planned.notes, *prediction_notes(prediction, mix_given=planned.mix is not None)]
+    notes = [*planned.notes, *_few_note(planned, prediction)]
+    notes += prediction_notes(prediction, mix_given=planned.mix is not None)
     traced = _traced(planned, trace, timeline, force)
     if plot is not None:
         from dpofit.report.plot import plot_phases
@@ -57,6 +62,26 @@ def command(
 
         print_prediction(prediction, notes, explain, traced)
     raise typer.Exit(1 if prediction.verdict == "oom" else 0)
+
+
+def _few_note(planned: PlannedJob, prediction: Prediction) -> list[Note]:
+    """What a few outliers in the lengths cost everyone: the peak with them beside the peak without."""
+    from dpofit.memory.predict import predict
+    from dpofit.units import format_gib
+
+    few = planned.few
+    if few is None:
+        return []
+    shorter = tuple(lengths for lengths in planned.mix or () if lengths.row_tokens < few.rest.row_tokens)
+    rest = predict(replace(planned.job, lengths=few.rest), shorter)
+    ratio = prediction.gpu.peak_bytes / rest.gpu.peak_bytes
+    if ratio < WORTH_SAYING:
+        return []
+    text = (
+        f"{few.count:,} of {few.total:,} pairs need {ratio:.1f}x the memory of the rest: without them a GPU peaks at "
+        f"{format_gib(rest.gpu.peak_bytes)} (`dpofit data … --fix` drops or caps them)."
+    )
+    return [Note("length-outliers", text)]
 
 
 def _traced(planned: PlannedJob, trace: bool, timeline: Path | None, force: bool) -> Traced | None:

@@ -10,11 +10,10 @@ import numpy as np
 
 from dpofit.data.tokens import Measured
 from dpofit.data.truncate import Lengths
+from dpofit.memory.lengths import FEWEST_PAIRS, OUTLIER_RATIO, OUTLIER_SHARE
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 PAD_MULTIPLE = 8  # llamafactory 0.9.5 train/dpo/workflow.py: pad_to_multiple_of=8
-OUTLIER_SHARE = 0.01  # at most this share of the rows can be called the few
-OUTLIER_RATIO = 1.25  # and they must be this much longer than the longest of the rest
 LONG_ANSWER_TOKENS = 1024  # the field notes' rule
 
 
@@ -114,7 +113,7 @@ class LengthTable:
         """The widest gap among the longest 1% of the rows, if those above it are at least 1.25x those below."""
         rows = self.row
         few = min(int(len(rows) * OUTLIER_SHARE), len(rows) - 1)
-        if len(rows) < 20:
+        if len(rows) < FEWEST_PAIRS:
             return None
         order = np.argsort(rows, kind="stable")[::-1]
         top = rows[order[: max(few, 1) + 1]]

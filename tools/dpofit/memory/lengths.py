@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from dpofit.errors import BadInput, Problem
 from dpofit.memory.job import Lengths
 
+OUTLIER_SHARE = 0.01  # at most this share of the pairs can be called the few
+OUTLIER_RATIO = 1.25  # and their rows must be this much longer than the longest of the rest
+FEWEST_PAIRS = 20  # of fewer, none is an outlier
 QUANTILES = (0.5, 0.75, 0.9, 0.99)  # batches of the mix that a file of lengths gives, beside its longest pair
 
 
@@ -63,6 +67,33 @@ def _pair(line: str) -> PairCount | None:
     if not all(type(value) is int and value >= 0 for value in values) or values[3] < 1:
         return None
     return PairCount(*values)
+
+
+@dataclass(frozen=True, slots=True)
+class FewLongest:
+    """`count` of `total` pairs are much longer than all others, of which `rest` is the longest."""
+
+    count: int
+    total: int
+    rest: Lengths
+
+
+def few_longest(pairs: Sequence[PairCount], padded: bool) -> FewLongest | None:
+    """The widest gap in length among the longest hundredth of the pairs, if it is at least OUTLIER_RATIO."""
+    ordered = sorted(pairs, key=lambda pair: pair.row, reverse=True)
+    total = sum(pair.count for pair in ordered)
+    if total < FEWEST_PAIRS:
+        return None
+    widest, found, passed = OUTLIER_RATIO, None, 0
+    for pair, shorter in pairwise(ordered):
+        passed += pair.count
+        if passed > max(1, int(total * OUTLIER_SHARE)):
+            break
+        gap = pair.row / max(shorter.row, 1)
+        if gap >= widest and (found is None or gap > widest):
+            rest = Lengths(shorter.prompt, shorter.chosen, shorter.rejected, padded)
+            widest, found = gap, FewLongest(passed, total, rest)
+    return found
 
 
 def longest_and_mix(pairs: Sequence[PairCount], padded: bool) -> tuple[Lengths, tuple[Lengths, ...]]:
