@@ -12,7 +12,7 @@ import pytest
 from dpofit.train.guard import folders
 from dpofit.train.guard.manifest import looks_whole
 from dpofit.train.guard.steps import CHECKPOINT_STEPS, FINAL_STEPS
-from tests.guard.ranks import run_ranks, values
+from tests.guard.ranks import RankResult, run_ranks, values
 from tests.guard.runs import Run, weights
 
 pytestmark = pytest.mark.stack
@@ -47,6 +47,11 @@ def assert_recoverable(run_folder: Path, step_of_last_whole: tuple[int, ...]) ->
     assert tensors and all(tensor.numel() for tensor in tensors.values())
 
 
+def assert_ended_by_itself(peer: RankResult) -> None:
+    """It gave an answer or an error of its own; it wasn't waiting for the dead rank when its time was up."""
+    assert "no answer in" not in (peer.error or "") and peer.exitcode == 0, peer
+
+
 def temporaries(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob(".dpofit-*"))
 
@@ -65,6 +70,7 @@ def test_a_rank_killed_in_a_checkpoint_save_costs_at_most_that_checkpoint(
     run = Run(str(tmp_path), steps=2, final_save=False)
     results = run_ranks(train_and_die, 2, run, victim, step, 2, env=FAST, timeout_s=60, stragglers_s=15)
     assert results[victim].exitcode == -signal.SIGKILL
+    assert_ended_by_itself(results[1 - victim])
     assert_recoverable(tmp_path, (2,) if step in ("committed", "rotated") else (1, 2))
 
 
@@ -73,6 +79,7 @@ def test_a_rank_killed_in_the_final_save_leaves_the_checkpoint(tmp_path: Path, s
     run = Run(str(tmp_path), steps=1)
     results = run_ranks(train_and_die, 2, run, victim, step, 2, env=FAST, timeout_s=60, stragglers_s=15)
     assert results[victim].exitcode == -signal.SIGKILL
+    assert_ended_by_itself(results[1 - victim])
     assert_recoverable(tmp_path, (1,))
     folders.recover(tmp_path)
     assert temporaries(tmp_path) == []
