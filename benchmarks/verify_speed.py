@@ -114,7 +114,9 @@ def main() -> None:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
         document = {
             "benchmark": "verify_speed", "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(),
-            "machine": {"cpus": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg(), "priority": priority},
+            "machine": {
+                "cpus": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg(), "priority": priority,
+            },
             "bytes": size, "summary": table, "rounds": rounds,
         }  # fmt: skip
         RESULT.write_text(json.dumps(document, indent=1) + "\n")
