@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,8 @@ def knobs(model: str, finetuning: str) -> Iterator[Point]:
         quantized = (("ref_model", "another"), ("ref_model_quantization_bit", bits))
         yield Point(model, finetuning=finetuning, recipe=quantized)
     yield Point(model, finetuning=finetuning, recipe=(("use_muon", True),))
+    for attention in ("sdpa", "fa2", "disabled"):
+        yield Point(model, finetuning=finetuning, stage="sft", attention=attention, recipe=(("neat_packing", True),))
     if finetuning == "full":
         for layers, modules, extra in (
             (2, ("all",), ()), (-1, ("all",), ()), (2, ("mlp",), ("norm",)), (1, ("all",), ("embed_tokens",)),
@@ -166,8 +170,16 @@ def compare(point: Point) -> dict[str, Any]:
         "point": fields_of(point),
         "predicted_bytes": predicted,
         "traced_bytes": traced,
+        "commit": _commit(),
         "seconds": [round(middle - start, 3), round(time.perf_counter() - middle, 3)],
     }
+
+
+@cache
+def _commit() -> str:
+    """The code's, so that a file with rows of several runs says so."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _steady(peaks: list[Peak], apart: bool) -> dict[str, int]:

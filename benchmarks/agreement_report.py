@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class Agreement:
     worst_phase: str
     of_worst: float
     same_phase: bool
+    commit: str  # of the code that gave both
 
     @property
     def agrees(self) -> bool:
@@ -47,7 +49,9 @@ def read(path: Path = RESULTS) -> list[Agreement]:
 
 def agreement_of(row: dict[str, Any]) -> Agreement:
     point = row["point"]
-    return Agreement(_name(point), f"{point['stage']} {point['finetuning']}, {point['zero']}", *errors(row))
+    return Agreement(
+        _name(point), f"{point['stage']} {point['finetuning']}, {point['zero']}", *errors(row), row["commit"]
+    )
 
 
 def _name(point: dict[str, Any]) -> str:
@@ -84,6 +88,8 @@ def section(points: Sequence[Agreement]) -> str:
         " tensors (`python benchmarks/agreement.py`, 4 layers of each model; where ranks differ, the most of any)."
         f" Worst peak: {worst.name}, {worst.of_peak:+.2%}."
     )
+    runs = Counter(point.commit for point in points)
+    text += " Run at " + ", ".join(f"{commit} ({count})" for commit, count in sorted(runs.items())) + "."
     return "\n\n".join([text, "\n".join(table), "Beyond a bound:" if named else "None is beyond a bound.", *(
         ["\n".join(named)] if named else [])])  # fmt: skip
 

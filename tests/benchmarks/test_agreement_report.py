@@ -11,7 +11,7 @@ _POINT = {
 
 def _point(predicted, **changed):
     traced = {"forward": 1000, "backward": 2000}
-    row = {"point": _POINT | changed, "predicted_bytes": predicted, "traced_bytes": traced}
+    row = {"point": _POINT | changed, "predicted_bytes": predicted, "traced_bytes": traced, "commit": "abc"}
     return agreement_of(row)
 
 
@@ -30,6 +30,7 @@ def test_counts_are_of_points_within_one_and_two_percent():
 def test_each_group_has_its_counts_and_its_worst():
     table = section([EQUAL, PHASE_OFF, PEAK_OFF])
     assert "| dpo full, z3 | 2 | 2 | 1 | 2 | +0.00% | forward +3.00% |" in table
+    assert "Run at abc (3)." in table
     assert "| dpo full, z2 | 1 | 0 | 0 | 0 | +5.00% | forward +110.00% |" in table
 
 
