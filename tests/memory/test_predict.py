@@ -76,20 +76,18 @@ REFUSED = {
     "finetuning_type": {"finetuning": "oft"},
     "optim": {"optim": "galore_adamw"},
     "quantization_bit": {"quantization_bit": 3, "finetuning": "lora"},
-    "use_dora": {"use_dora": True, "finetuning": "lora"},
+    "use_dora": {"use_dora": True, "finetuning": "lora", "quantization_bit": 4},
     "ref_model_adapters": {"ref_model": "x", "ref_model_adapters": "y", "zero": zero(3)},
     "ref_model_quantization_bit": {"ref_model": "x", "ref_model_quantization_bit": 4, "zero": zero(3)},
     "additional_target": {"additional_target": ("lm_head",), "finetuning": "lora", "zero": zero(3)},
     "use_unsloth": {"use_unsloth": True, "finetuning": "lora"},
     "upcast_layernorm": {"upcast_layernorm": True, "pure_bf16": True, "bf16": False},
-    "neat_packing": {"neat_packing": True, "stage": "sft"},
     "bf16": {"bf16": False},
     "deepspeed": {"zero": zero(3, offload_param="nvme")},
-    "shift_attn": {"shift_attn": True},
-    "use_muon": {"use_muon": True},
-    "use_adam_mini": {"use_adam_mini": True},
+    "use_muon": {"use_muon": True, "zero": zero(2)},
+    "use_adam_mini": {"use_adam_mini": True, "zero": zero(2)},
     "use_badam": {"badam": Badam("layer", 0.05)},
-    "use_galore": {"low_rank": LowRank("galore", 16, ("all",), "std", False, False)},
+    "use_galore": {"low_rank": LowRank("galore", 16, ("all",), "std", False, False), "zero": zero(2)},
 }
 
 
@@ -98,6 +96,13 @@ def test_what_is_not_modelled_is_refused_by_name(key):
     with pytest.raises(BadInput) as refused:
         predict(job(tiny(), **REFUSED[key]))
     assert key in {problem.key for problem in refused.value.problems}
+
+
+def test_shift_attn_is_refused_for_a_llama_and_does_nothing_to_others():
+    with pytest.raises(BadInput, match="shift_attn of a Llama"):
+        predict(job(tiny(model_type="llama"), shift_attn=True))
+    plain, shifted = (predict(job(tiny(), shift_attn=on)).gpu.peak_bytes for on in (False, True))
+    assert plain == shifted
 
 
 def test_all_refusals_come_at_once():

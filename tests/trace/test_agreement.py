@@ -66,6 +66,14 @@ POINTS = {
     },
     "DoRA, ZeRO-3": {"finetuning": "lora", "stage": "sft", "zero": "z3", "recipe": (("use_dora", True),)},
     "Muon": {"stage": "sft", "recipe": (("use_muon", True),)},
+    "neat packing, two rows": {
+        "stage": "sft",
+        "liger": True,
+        "pure_bf16": True,
+        "pairs": 2,
+        "tokens": 1032,
+        "recipe": (("neat_packing", True),),
+    },
     "adapters, tables beside them": {
         "finetuning": "lora",
         "recipe": (("additional_target", ("embed_tokens", "lm_head")),),

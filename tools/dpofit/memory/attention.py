@@ -131,7 +131,10 @@ class AttentionOps:
             tape.node(y, [], spread)
             tape.drop(x.storage)
             wide.append(y)
-        bias = tape.new("attention.bias", spec.rows * spec.tokens_per_row**2 * BF16 if mask else 0, "attention_mask")
+        converted = mask is not None and not spec.packed
+        bias = tape.new(
+            "attention.bias", spec.rows * spec.tokens_per_row**2 * BF16 if converted else 0, "attention_mask"
+        )
         if spec.tokens_per_row % 16 and mask:  # attention.cpp pad_bias: the last dimension to a multiple of 16
             aligned = -(-spec.tokens_per_row // 16) * 16
             padded = tape.new(

@@ -271,6 +271,8 @@ class Job:
             return "flash"  # two calls without a mask, whatever is padded
         if kind == "disabled":
             return "eager"
+        if self.recipe.neat_packing:  # FlashAttention takes their ends from the position ids
+            return "flash" if kind in ("fa2", "fa3") else "efficient"
         if kind in ("fa2", "fa3"):
             return "flash_varlen" if self.lengths.padded else "flash"
         return "efficient" if self.lengths.padded else "flash"
@@ -296,4 +298,5 @@ class Job:
             wide_norms=self.recipe.upcast_layernorm and trained,
             shared=self.shared,
             tiled=self.on("tiled_mlp"),
+            packed=self.recipe.neat_packing,
         )

@@ -36,14 +36,18 @@ def inputs(
     [rows, 1, T, T] mask of sdpa (eager's is bf16)."""
     tape = Tape(prefix + ("eval." if phase == "eval" and not prefix else ""))
     tokens = job.collated_tokens(spec.rows) * job.passes
-    if not prefix:
+    mask = None
+    if spec.packed:  # position ids, and but for FlashAttention the mask: bf16, from the collator
+        tape.new("batch", 3 * tokens * INT64, "batch")
+        if spec.attention != "flash":
+            mask = tape.new("mask", spec.rows * spec.tokens_per_row**2 * BF16, "attention_mask")
+    elif not prefix:
         tape.new("batch", 3 * tokens * INT64, "batch")
     if clone:  # nested_detach(batch, clone=True), dpo/trainer.py:216
         tape.new("batch_clone", 3 * tokens * INT64, "batch")
     batch = Part(phase, literal(tape.cut()), engine=engine)
     tape.new("rotary", 2 * spec.tokens_per_row * spec.model.head_dim * BF16, "activations")
-    mask = None
-    if spec.attention in ("efficient", "eager"):
+    if spec.attention in ("efficient", "eager") and not spec.packed:
         per_pair = 1 if spec.attention == "efficient" else BF16
         mask = tape.new("mask", spec.rows * spec.tokens_per_row**2 * per_pair, "attention_mask")
     return batch, Part(phase, literal(tape.cut()), engine=engine), mask

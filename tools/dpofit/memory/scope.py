@@ -124,11 +124,20 @@ def _gaps(recipe: Recipe, model: ModelShape) -> list[tuple[str, str, str]]:
         "upcast_lmhead_output": (
             recipe.upcast_lmhead_output and recipe.stage == "rm", "upcast_lmhead_output of a reward model",
             "Leave it out"),
-        "neat_packing": (recipe.neat_packing, "neat_packing", "packing is modelled"),
+        "neat_packing": (
+            recipe.neat_packing and model.model_type == "qwen", f"neat_packing of {model.name}", "packing is modelled"),
         "bf16": (
             not (recipe.bf16 or recipe.fp16 or recipe.pure_bf16) and (zero is not None or recipe.finetuning != "lora"),
             "training in fp32", "Set bf16: true (or fp16: true, pure_bf16: true)"),
     }  # fmt: skip
+    if recipe.neat_packing and recipe.flash_attn in ("fa2", "fa3"):  # data/collator.py:527-528, an assertion
+        for key, rows, counts in (
+            ("per_device_train_batch_size", recipe.micro_batch, True),
+            ("per_device_eval_batch_size", recipe.eval_micro_batch, recipe.evaluates),
+        ):
+            if counts and rows > 1:
+                packed = f"{rows} packed rows at once, which LLaMA-Factory refuses with FlashAttention-2,"
+                modelled[key] = (True, packed, "Set it to 1")
     gaps = [(key, wrong, right) for key, (missing, wrong, right) in modelled.items() if missing]
     if zero is not None:
         if zero.stage < 2 and zero.grad_accum_dtype not in (None, "bf16", "fp16"):

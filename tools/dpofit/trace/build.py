@@ -62,6 +62,9 @@ def cuda_semantics(request: TraceRequest) -> Iterator[list[str]]:
             )
             patch(flash, "_lazy_imports", lambda *args, **kwargs: functions)
             patch(flash, "_loaded_implementation", None)
+            # where packed samples end stands in the position ids' values, which fake tensors lack: one sample
+            ends = lambda ids: torch.zeros(2, dtype=torch.int32, device=ids.device)  # noqa: E731
+            patch(flash, "prepare_fa_kwargs_from_position_ids", lambda ids: ((ends(ids),) * 2, (request.tokens,) * 2))
             done.append("flash-attn 2: torch's flash kernel, which is the same code")
         if request.transformers < (5, 0):
             done += older.patches(request.transformers, stack)

@@ -100,6 +100,14 @@ def batch_of(request: TraceRequest) -> dict[str, torch.Tensor]:
     if request.stage == "kto":
         names += [f"kl_{name}" for name in names]
     batch = {name: torch.ones(shape, dtype=torch.int64, device=GPU) for name in names}
+    if request.packed:  # data/collator.py SFTDataCollatorWith4DAttentionMask
+        batch["position_ids"] = torch.ones(shape, dtype=torch.int64, device=GPU)
+        del batch["attention_mask"]
+        if request.attention == "fa2":
+            batch["attention_mask"] = None  # type: ignore[assignment]
+        else:
+            square = (request.rows, 1, request.tokens, request.tokens)
+            batch["attention_mask"] = torch.ones(square, dtype=torch.bfloat16, device=GPU)
     if request.stage == "kto":
         batch["kto_tags"] = torch.ones(request.rows, dtype=torch.bool, device=GPU)
     return batch
