@@ -200,35 +200,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="every 12th point")
     parser.add_argument("--resume", action="store_true", help="keep the points that the results file has already")
+    parser.add_argument("--beyond", action="store_true", help="again what is beyond a bound; keep the other points")
     parser.add_argument("--only", help="a Python expression over p (a Point), e.g. \"p.zero == 'z3'\"")
     options = parser.parse_args()
-    points = list(grid())[:: 12 if options.quick else 1]
+    points = {_key(fields_of(point)): point for point in list(grid())[:: 12 if options.quick else 1]}
     if options.only:
-        points = [point for point in points if eval(options.only, {"p": point})]
-    whole = not options.only and not options.quick
-    rows = []
-    if options.resume and RESULTS.exists():
-        wanted = {_key(fields_of(point)) for point in points}
-        rows = [row for row in json.loads(RESULTS.read_text()) if _key(row["point"]) in wanted]
-    done = {_key(row["point"]) for row in rows}
-    todo = [point for point in points if _key(fields_of(point)) not in done]
-    for number, point in enumerate(todo, 1):
+        points = {key: point for key, point in points.items() if eval(options.only, {"p": point})}
+    rows: dict[str, dict[str, Any]] = {}
+    if (options.resume or options.beyond) and RESULTS.exists():
+        rows = {_key(row["point"]): row for row in json.loads(RESULTS.read_text())}
+    todo = {key: point for key, point in points.items() if key not in rows}
+    if options.beyond:
+        todo = {key: point for key, point in points.items() if key in rows and not agreement_of(rows[key]).agrees}
+    kept = options.resume or options.beyond or not (options.only or options.quick)
+    for number, (key, point) in enumerate(todo.items(), 1):
         try:
             row = compare(point)
         except Exception as problem:  # one point must not cost the others; it's reported
             print(f"{point}: {type(problem).__name__}: {str(problem)[:300]}", file=sys.stderr)
             continue
-        rows.append(row)
+        rows[key] = row
         of_peak, worst, of_worst, same = errors(row)
         print(
             f"{number}/{len(todo)} {of_peak:+.2%} {worst} {of_worst:+.2%} {'' if same else 'OTHER PHASE'} {point}",
             flush=True,
         )
-        if whole and number % 10 == 0:
-            RESULTS.write_text(_document(rows))
-    if whole:
-        RESULTS.write_text(_document(rows))
-    print(sentence([agreement_of(row) for row in rows]))
+        if kept:
+            RESULTS.write_text(_document(list(rows.values())))
+    print(sentence([agreement_of(row) for row in rows.values()]))
 
 
 def _key(fields: dict[str, Any]) -> str:
