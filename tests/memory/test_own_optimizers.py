@@ -43,6 +43,14 @@ def test_states_are_those_counted_in_the_real_optimizer(row):
         assert counted - heads <= kept <= counted, name
 
 
+def test_what_is_not_known_of_the_decomposition_is_noted():
+    from dpofit.memory.notes import prediction_notes
+
+    random = LowRank("apollo", 8, ("all",), "std", True, False)
+    noted = [{note.id for note in prediction_notes(predict(_alone(low_rank=one)), True)} for one in (GALORE, random)]
+    assert ["svd-workspace" in ids for ids in noted] == [True, False]
+
+
 def test_layer_by_layer_no_gradient_waits_for_the_step():
     fields = {"pure_bf16": True, "stage": "sft"}
     layerwise = LowRank("galore", 8, ("all",), "std", False, True)

@@ -43,6 +43,7 @@ SURPRISES = {
     "config.quantization-not-applied": {**LORA, "quantization_bit": 4, "quantization_method": "gptq"},
     "config.zero3-qlora": {**LORA, **Z3, "quantization_bit": 4},
     "config.badam-distributed": {"use_badam": True},
+    "config.layerwise-distributed": {"use_apollo": True, "apollo_layerwise": True, "optim": "adamw_torch"},
     "config.lora-keys-full": {"lora_rank": 16},
     "config.pref-keys-stage": {"stage": "sft", "pref_beta": 0.2},
     "config.secret-in-file": {"hf_hub_token": "hf_abcdef"},

@@ -37,6 +37,8 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
         *most, last = [f"{share:.0%}" for share in (EXPANDABLE_MIX if gpu.expandable else SEGMENTS_MIX)]
         shares = f"{', '.join(most)} and {last}"
         note("mix-assumed", f"Other batches assumed at {shares} of the longest row (--lengths FILE gives real ones).")
+    if recipe.low_rank is not None and not recipe.low_rank.random:
+        note("svd-workspace", "The singular vectors are counted; what cuSOLVER needs to find them is not known.")
     if gpu.reserved.out_of_memory and prediction.gpu_verdict != "oom":
         note("fragmentation", "Replayed over mixed lengths the allocator runs out: fragmentation decides.")
     elif gpu.reserved.retries_per_step:

@@ -268,6 +268,9 @@ KINDS: dict[str, Kind] = {
         "transformers 5 defaults to adamw_torch_fused, with which the trainer stops at `Unknown optim` "
         "(train/trainer_utils.py)."
     ),
+    "config.layerwise-distributed": _warning(
+        "Updates layer by layer are refused on several GPUs (hparams/parser.py 387-392): one GPU, or not layer-wise."
+    ),
     "config.own-optimizer-deepspeed": _error(
         "DeepSpeed hands an optimizer flat weights of its own: Muon stops at the first step (KeyError: 'use_muon'), "
         "and Adam-mini too (IndexError: too many indices for tensor of dimension 1)."
