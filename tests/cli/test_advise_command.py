@@ -5,6 +5,8 @@ from __future__ import annotations
 import jsonschema
 import pytest
 
+from dpofit.recipe.long_context import PIECES
+
 INTEGER, NUMBER, TEXT = {"type": "integer"}, {"type": "number"}, {"type": "string"}
 MAYBE_INTEGER = {"type": ["integer", "null"]}
 VERDICT = {"enum": ["fits", "tight", "oom"]}
@@ -70,7 +72,7 @@ def test_a_job_that_fits_is_exit_0_without_suggestions(dpofit):
 
 
 def test_when_nothing_helps_it_is_exit_1(dpofit):
-    ran = dpofit("advise", "qwen2.5-72b-dpo/qlora-ddp", "pref_loss=orpo", "--gpu", "t4-16g", "--gpus-per-node", 1,
+    ran = dpofit("advise", "qwen2.5-72b-dpo/qlora-ddp", "pref_loss=orpo", "--gpu", "16GiB", "--gpus-per-node", 1,
                  "--nodes", 1)  # fmt: skip
     assert ran.exit_code == 1
     assert "No change dpofit knows makes it fit." in ran.out
@@ -92,8 +94,14 @@ def test_help_has_examples(dpofit):
     assert "dpofit advise" in dpofit("advise", "--help").out.partition("Examples:")[2]
 
 
-def test_long_prompts_are_answered_with_the_pieces_in_one_argument(dpofit) -> None:
-    cluster = ("--gpu", "a800-80g", "--nodes", "4", "--gpus-per-node", "8", "--host-ram", "1000GiB")
-    ran = dpofit("advise", "full-z3-liger", *cluster, "--prompt", "16384", "--response", "1024", "--json")
-    pieces = "answer_logps,shared_prompt,cached_reference,tiled_mlp,offload_checkpoints"
-    assert ran.json["suggestions"][0]["arguments"] == ["--long-context", pieces]
+def test_long_prompts_are_answered_with_the_fewest_pieces_in_one_argument(dpofit) -> None:
+    job = ("qwen2.5-72b-dpo/full-z3-liger", "--gpu", "a800-80g", "--nodes", "4", "--gpus-per-node", "8",
+           "--host-ram", "1000GiB", "--prompt", "16384", "--response", "1024", "--json")  # fmt: skip
+    suggested = dpofit("advise", *job).json["suggestions"][0]["arguments"]
+    assert suggested == ["--long-context", "answer_logps,offload_checkpoints"]
+
+    def verdict(pieces: str) -> str:
+        return dpofit("predict", *job, "--long-context", pieces).json["verdict"]
+
+    assert verdict("answer_logps,offload_checkpoints") == "fits"
+    assert "fits" not in {verdict(piece) for piece in PIECES}

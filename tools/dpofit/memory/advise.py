@@ -8,11 +8,12 @@ from itertools import combinations, product
 
 from dpofit.errors import BadInput
 from dpofit.memory.job import Job, Lengths
-from dpofit.memory.levers import KINDS, Change, length_lever, levers, loss_lever, nodes_lever
+from dpofit.memory.levers import KINDS, Change, length_lever, levers, loss_lever, nodes_lever, pieces_lever
 from dpofit.memory.limits import longest_prompt
 from dpofit.memory.predict import Prediction, default_mix, predict
 from dpofit.memory.screen import Screen, screen
 from dpofit.memory.speed import step_time
+from dpofit.recipe.long_context import PIECES
 
 Changes = tuple[Change, ...]
 # The job with changes applied, as its owner would plan it; None when it would be refused.
@@ -103,6 +104,7 @@ def advise(bench: Workbench, base: Prediction, most: int = 6) -> Advice:
     found: list[Changes] = []
     suggestions: list[Suggestion] = []
     for new in _searches(bench, base):
+        new = [_fewest_pieces(bench, changes) for changes in new]
         new = [changes for changes in _without_supersets([*found, *new]) if changes not in found]
         found += new
         suggestions += sorted((suggestion(bench, changes) for changes in new), key=_cost)
@@ -128,6 +130,22 @@ def _searches(bench: Workbench, base: Prediction) -> Iterator[list[Changes]]:
     yield _shorter(bench)
     orpo = loss_lever(bench.job)
     yield [] if orpo is None else _with(bench, orpo, same, alone=enough)
+
+
+def _fewest_pieces(bench: Workbench, changes: Changes) -> Changes:
+    """Long-context pieces among fitting changes made as few as still fit; of as many, those that cost least."""
+    lever = next((change for change in changes if change.long_context), None)
+    if lever is None:
+        return changes
+    others = tuple(change for change in changes if change is not lever)
+    own = bench.job.recipe.long_context
+    more = [piece for piece in lever.long_context if piece not in own]
+    for count in range(1, len(more)):
+        chosen = ({*own, *pieces} for pieces in combinations(more, count))
+        fewer = [(*others, pieces_lever(bench.job, [p for p in PIECES if p in pieces])) for pieces in chosen]
+        if fitting := [one for one in fewer if bench.fitting(one)]:
+            return min(fitting, key=lambda one: _cost(suggestion(bench, one)))
+    return changes
 
 
 def suggestion(bench: Workbench, changes: Changes) -> Suggestion:

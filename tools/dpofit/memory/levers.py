@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,6 +75,14 @@ def length_lever(job: Job, prompt: int) -> Change:
     return Change("cutoff", "data", "length", f"rows of {row:,} tokens", (f"cutoff_len={row}",), remark, prompt=prompt)
 
 
+def pieces_lever(job: Job, pieces: Sequence[str]) -> Change:
+    """Long-context pieces on, the job's own among them."""
+    more = [piece for piece in pieces if piece not in job.recipe.long_context]
+    instead = ("use_unsloth_gc=false",) if job.recipe.use_unsloth_gc and "offload_checkpoints" in pieces else ()
+    title, remark = f"long-context {', '.join(more)}", "needs dpofit launch; llamafactory-cli runs stock"
+    return Change("long-context", "same", "unsloth-gc", title, instead, remark, long_context=tuple(pieces))
+
+
 def _activations(base: Prediction) -> list[Change]:
     job, recipe = base.job, base.job.recipe
     found = []
@@ -88,9 +97,7 @@ def _activations(base: Prediction) -> list[Change]:
         found.append(Change("no-unsloth-gc", "same", "unsloth-gc", "checkpoints stay on the GPU, off the host",
                             ("use_unsloth_gc=false",)))  # fmt: skip
     if pieces := _pieces(job):
-        instead = ("use_unsloth_gc=false",) if recipe.use_unsloth_gc else ()
-        title, remark = "long-context pieces (docs/long-context.md)", "needs dpofit launch; llamafactory-cli runs stock"
-        found.append(Change("long-context", "same", "unsloth-gc", title, instead, remark, long_context=pieces))
+        found.append(pieces_lever(job, pieces))
     if recipe.flash_attn not in ("fa2", "fa3") and job.cluster.gpu.bf16:  # FlashAttention-2 starts at Ampere, as bf16
         found.append(Change("fa2", "same", "attention", "FlashAttention-2, no mask of rows x columns",
                             ("flash_attn=fa2",), NEEDS_FLASH_ATTN))  # fmt: skip
