@@ -162,7 +162,8 @@ def test_offload_and_recompute_cost_time_and_a_reference_costs_a_forward():
 
 
 def test_phi_3_is_refused_where_its_fused_projections_are_not_modelled():
-    planned = job("microsoft/phi-4", zero=zero(3), liger=True)
+    planned = job("microsoft/phi-4", zero=zero(3), liger=True, finetuning="lora")
     with pytest.raises(BadInput) as refused:
         predict(planned)
     assert {problem.key for problem in refused.value.problems} == {"deepspeed", "enable_liger_kernel"}
+    assert predict(job("microsoft/phi-4", prompt=512, response=512, zero=zero(3))).verdict == "fits"

@@ -52,8 +52,9 @@ def _piece_problems(recipe: Recipe, model: ModelShape) -> Iterator[tuple[str, st
 
 def _phi3_problems(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """What is modelled of other architectures and not of Phi-3's fused projections."""
-    if recipe.zero is not None and recipe.zero.stage == 3:
-        yield "deepspeed", "Phi-3 under ZeRO-3 is not modelled yet", "Modelled: without DeepSpeed, or stage 0, 1, 2"
+    if recipe.zero is not None and recipe.zero.stage == 3 and recipe.finetuning == "lora":
+        wrong = "adapters on Phi-3 under ZeRO-3 are not modelled yet"
+        yield "deepspeed", wrong, "Modelled: adapters without DeepSpeed or at stage 0, 1, 2; full at every stage"
     if recipe.liger:
         yield "enable_liger_kernel", "Liger on Phi-3 is not modelled yet", "Leave it out"
     if "tiled_mlp" in recipe.long_context:
