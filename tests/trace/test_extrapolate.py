@@ -36,6 +36,7 @@ CASES = {
         stage3_param_persistence_threshold="auto",
     ),
     "ZeRO-3, adapters": _zero3(reduce_bucket_size=500) | {"finetuning": "lora"},
+    "ZeRO-3, adapters that never fill the bucket": _zero3(reduce_bucket_size=300_000) | {"finetuning": "lora"},
 }
 
 
@@ -78,3 +79,12 @@ def test_what_has_no_period_is_traced_at_its_whole_depth():
     traced = trace_deep(_request(_zero3(reduce_bucket_size=40_000) | {"finetuning": "lora"}))
     assert traced.substitutions[-1] == "no period was found at 5 layers: all traced"
     assert shallow_layers(_request({"deepspeed": {"zero_optimization": {"stage": 2}}})) is None
+
+
+def test_a_bucket_that_only_the_whole_depth_fills_is_no_matter_of_a_few_layers():
+    """Adapters of 19,456 elements a layer: six of twelve layers leave 150,000 unfilled."""
+    from dpofit.trace.extrapolate import trace_deep
+
+    case = _zero3(reduce_bucket_size=150_000) | {"finetuning": "lora", "steps": 1, "tokens": 16}
+    traced = trace_deep(_request(case))
+    assert traced.substitutions[-1] == "gradients fill the reduce bucket beyond 6 layers only: all traced"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 from dpofit.errors import BadInput, Problem
@@ -24,7 +24,7 @@ def trace_and_draw(job: Job, timeline: Path | None, force: bool) -> Traced:
         raise BadInput(Problem(str(timeline), "--timeline", "exists already", right))
     if timeline is not None and not os.path.isdir(timeline.parent):  # before a minute of tracing
         raise BadInput(Problem(str(timeline), "--timeline", f"{timeline.parent} is no folder", "Make it first"))
-    with redirect_stdout(sys.stderr), collector_off():  # DeepSpeed logs to stdout, which is the answer's
+    with redirect_stdout(StringIO()), collector_off():  # DeepSpeed prints its start; stdout is the answer's
         program, substitutions = _traced(job)
     if timeline is not None:
         from dpofit.trace.timeline import draw_timeline

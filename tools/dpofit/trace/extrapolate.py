@@ -9,6 +9,7 @@ extrapolation, and the whole depth is traced.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,15 +39,19 @@ def trace_deep(request: TraceRequest) -> TracedStep:
         low, groups = _trace_shallow(request, layers)
         high, more_groups = _trace_shallow(request, layers + 1)
         further = request.layers - layers - 1
+        if _bucket_fills_deeper(groups, more_groups, further):
+            missed = f"gradients fill the reduce bucket beyond {layers + 1} layers only: all traced"
+            break
         recorder = deepened(low.recorder, high.recorder, further)
         if recorder is not None:
             done = f"layers {layers + 1} to {request.layers}: the period proven on {layers} and {layers + 1}, repeated"
             _split_sub_groups(recorder, request, groups, more_groups, further)
             return TracedStep(request, recorder, (*high.substitutions, done))
+    else:
+        missed = f"no period was found at {' or '.join(map(str, tried))} layers: all traced"
     whole = trace_step(request)
     if not tried:
         return whole
-    missed = f"no period was found at {' or '.join(map(str, tried))} layers: all traced"
     return replace(whole, substitutions=(*whole.substitutions, missed))
 
 
@@ -87,7 +92,12 @@ class _Section:
     events: tuple[_Event, ...]
 
 
-_Groups = tuple[tuple[int, ...], ...]  # elements of this rank's part of each parameter of each parameter group
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """ZeRO-3's optimizer: elements of this rank's part of each parameter of each group, and of its reduce bucket."""
+
+    parts: tuple[tuple[int, ...], ...] = ()
+    bucket_part: float = math.inf
 
 
 def _trace_shallow(request: TraceRequest, layers: int) -> tuple[TracedStep, _Groups]:
@@ -95,20 +105,30 @@ def _trace_shallow(request: TraceRequest, layers: int) -> tuple[TracedStep, _Gro
     deepspeed = request.deepspeed
     if deepspeed:
         deepspeed = deepspeed | {"zero_optimization": deepspeed["zero_optimization"] | {"sub_group_size": 10**18}}
-    groups: list[tuple[int, ...]] = []
+    found: list[_Groups] = []
 
     def observe(trainer: Any) -> None:
-        for group in getattr(getattr(trainer.model, "optimizer", None), "fp16_groups", ()):
-            if hasattr(group[0], "partition_numel"):
-                groups.append(tuple(param.partition_numel() for param in group))
+        optimizer = getattr(trainer.model, "optimizer", None)
+        groups = [group for group in getattr(optimizer, "fp16_groups", ()) if hasattr(group[0], "partition_numel")]
+        if groups:
+            parts = tuple(tuple(param.partition_numel() for param in group) for group in groups)
+            found.append(_Groups(parts, optimizer.reduce_bucket_size / request.world_size))  # type: ignore[union-attr]
 
-    return trace_step(replace(request, layers=layers, deepspeed=deepspeed), observe), tuple(groups)
+    traced = trace_step(replace(request, layers=layers, deepspeed=deepspeed), observe)
+    return traced, found[0] if found else _Groups()
+
+
+def _bucket_fills_deeper(low: _Groups, high: _Groups, further: int) -> bool:
+    """Whether gradients wait for each other in a bucket that the traced depth never fills, and the whole depth does."""
+    limit = high.bucket_part
+    short, long = (sum(part for group in groups.parts for part in group if part <= limit) for groups in (low, high))
+    return long <= limit < long + (long - short) * further
 
 
 def _split_sub_groups(recorder: Recorder, request: TraceRequest, low: _Groups, high: _Groups, further: int) -> None:
     """Give what the optimizer's step makes for a sub_group the size of the largest, where a group has several."""
     limit = int(request.deepspeed.get("zero_optimization", {}).get("sub_group_size", 1e9))
-    for short, long in zip(low, high, strict=True):
+    for short, long in zip(low.parts, high.parts, strict=True):
         whole = sum(long) + (sum(long) - sum(short)) * further
         largest = max(_packed(_inserted(short, long, further), limit))
         if largest == whole:
