@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,12 @@ def first_lines(run: Run) -> tuple[str, list[str]]:
     return out.getvalue(), said
 
 
-@pytest.mark.parametrize("fields", [{"zero": 3}, {"zero": 2, "lora": True}], ids=["zero 3", "lora"])
+KINDS: list[dict[str, Any]] = [{"zero": 3}]
+if os.environ.get("DPOFIT_TEST_ALL"):
+    KINDS += [{"zero": 2, "lora": True}]
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
 def test_training_begins_with_what_a_checkpoint_will_take(tmp_path: Path, fields: dict[str, Any]) -> None:
     run = Run(str(tmp_path), steps=1, vocab=65_536, hidden=128, final_save=False, **fields)
     (printed, said), (other, _) = values(run_ranks(first_lines, 2, run))
@@ -93,8 +99,6 @@ def test_training_begins_with_what_a_checkpoint_will_take(tmp_path: Path, fields
 
 
 def warned_on_a_small_disk(run: Run) -> list[str]:
-    import os
-
     from tests.guard.test_faults import _private_mounts
 
     libc = _private_mounts()

@@ -91,9 +91,9 @@ def quantized(zero: int | None, bits: int, dora: bool = False) -> Run:
     return Run("", zero=zero, hidden=64, lora=not dora, dora=dora, quantization_bit=bits, steps=1, save_steps=100)
 
 
-QUANTIZED = [quantized(2, 4), quantized(3, 4)]
+QUANTIZED = [quantized(2, 4)]
 if os.environ.get("DPOFIT_TEST_ALL"):
-    QUANTIZED += [quantized(None, 4), quantized(1, 4), quantized(2, 8), quantized(2, 4, dora=True)]
+    QUANTIZED += [quantized(3, 4), quantized(None, 4), quantized(1, 4), quantized(2, 8), quantized(2, 4, dora=True)]
 
 
 @pytest.mark.parametrize("run", QUANTIZED, ids=lambda run: f"zero {run.zero}, {run.quantization_bit} bits")
