@@ -21,21 +21,21 @@ FLOAT64 = 8
 @dataclass(frozen=True, slots=True)
 class PartitionBytes:
     """Of one rank, or the most of all: `buffer` from the first reduction on; `zeros` more from backward's end on, for
-    weights that got no gradient; `norm` more, for a moment, when the norm is taken."""
+    weights that got no gradient; `looked_at` more, for a moment, in the step: for the norm, for overflow."""
 
     buffer: int
     zeros: int
-    norm: int
+    looked_at: int
 
 
-def partition_bytes(job: Job) -> PartitionBytes:
+def partition_bytes(job: Job, looking: int = FLOAT64) -> PartitionBytes:
     """Every trained matrix that touches a partition counts whole (:1447-1476); one without a gradient gets zeros
-    (get_all_grad_tensors); get_grad_norm_direct takes each slice to float64. Biases and norms, a group of their own,
-    are left out."""
-    ranks = _ranks(job).values()
+    (get_all_grad_tensors). `looking`: bytes an element of each slice that is looked at; get_grad_norm_direct takes it
+    to float64. Biases and norms, a group of their own, are left out."""
+    ranks = _ranks(job, looking).values()
     buffer = max(rank.buffer for rank in ranks)
     held = max(rank.buffer + rank.zeros for rank in ranks)
-    return PartitionBytes(buffer, held - buffer, max(_at_norm(rank) for rank in ranks) - held)
+    return PartitionBytes(buffer, held - buffer, max(_in_step(rank) for rank in ranks) - held)
 
 
 def partition_gradients(job: Job) -> list[Event]:
@@ -53,16 +53,16 @@ def fullest_ranks(job: Job) -> tuple[int, ...]:
         return (0,)
     if job.zero.offload_optimizer != "none":  # the embedding and the head are looked through on the first and last
         return (0, job.world_size - 1)
-    ranks = _ranks(job)
-    moments = (lambda one: one.buffer, lambda one: one.buffer + one.zeros, _at_norm)
+    ranks = _ranks(job, FLOAT64)
+    moments = (lambda one: one.buffer, lambda one: one.buffer + one.zeros, _in_step)
     return tuple(sorted({max(ranks, key=lambda rank: most(ranks[rank])) for most in moments}))
 
 
-def _at_norm(rank: PartitionBytes) -> int:
-    return rank.buffer + rank.zeros + rank.norm
+def _in_step(rank: PartitionBytes) -> int:
+    return rank.buffer + rank.zeros + rank.looked_at
 
 
-def _ranks(job: Job) -> dict[int, PartitionBytes]:
+def _ranks(job: Job, looking: int) -> dict[int, PartitionBytes]:
     """What each rank needs, from the lowest up. Of ranks whose whole partition lies inside one matrix only the first
     stands there: the others need as much."""
     matrices = _matrices(job)
@@ -77,7 +77,7 @@ def _ranks(job: Job) -> dict[int, PartitionBytes]:
             kind = gradients if has_gradient else zeros
             kind[rank] = kind.get(rank, 0) + elements * BF16
             inside = min(start + elements, (rank + 1) * share) - max(start, rank * share)
-            largest[rank] = max(largest.get(rank, 0), inside * FLOAT64)
+            largest[rank] = max(largest.get(rank, 0), inside * looking)
         start += elements
     found = {}
     for rank in sorted(largest):

@@ -86,14 +86,15 @@ def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) 
         return items + _optimizer_temporaries(job, trained_tensors(job), job.trained_bytes)
     if zero.offload_optimizer == "cpu":
         return items
-    share = math.ceil(job.trained_parameters / job.world_size)
     assert sizes is not None
     if zero.stage == 0:
         return items + _unfused_update(job)
     if job.recipe.fp16 and zero.stage < 3:
-        items += comes_and_goes("overflow", min(largest_tensor(job), share) * CHECK, "optimizer_workspace")
+        items += comes_and_goes("overflow", partition_bytes(job, CHECK).looked_at, "optimizer_workspace")
     # get_grad_norm_direct takes each gradient, here its partition, to float64 (stage3.py)
-    norm = math.ceil(largest_tensor(job) / job.world_size) * FLOAT64 if zero.stage == 3 else partition_bytes(job).norm
+    norm = (
+        math.ceil(largest_tensor(job) / job.world_size) * FLOAT64 if zero.stage == 3 else partition_bytes(job).looked_at
+    )
     items += comes_and_goes("grad_norm", norm, "optimizer_workspace")
     group = flat_weights(job, sizes)[0]
     flat = Event("flat_grads", group.elements * BF16, "optimizer_workspace")
