@@ -62,6 +62,9 @@ class Seen:
     logps: list[list[float]] = field(default_factory=list)  # of every forward: chosen, rejected, and their average
     gradients: list[dict[str, Any]] = field(default_factory=list)  # of every optimizer step, by parameter
     metrics: list[dict[str, float]] = field(default_factory=list)
+    reference_logps: list[list[float]] = field(default_factory=list)  # of every loss
+    forwards: int = 0  # of any model, to score pairs
+    models: int = 0  # built
 
 
 def shape(case: Case) -> dict[str, Any]:
@@ -152,10 +155,35 @@ def recording(seen: Seen, case: Case) -> list[Hook]:
 
         return wrapped
 
-    trainer = "llamafactory.train.dpo.trainer:CustomDPOTrainer"
+    def counting(name: str) -> Any:
+        def wrap(stock: Any) -> Any:
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                setattr(seen, name, getattr(seen, name) + 1)
+                return stock(*args, **kwargs)
+
+            return counted
+
+        return wrap
+
+    def compute_reference_log_probs(stock: Any) -> Any:
+        def wrapped(trainer: Any, *args: Any) -> Any:
+            result = stock(trainer, *args)
+            if not getattr(getattr(trainer, "_dpofit_reference", None), "scoring", False):
+                seen.reference_logps.append([value for part in result if part is not None for value in part.tolist()])
+            return result
+
+        return wrapped
+
+    trainers = [f"llamafactory.train.{stage}.trainer:Custom{stage.upper()}Trainer" for stage in ("dpo", "kto")]
     return [
         Hook(OWNER, "transformers.trainer:Trainer.training_step", training_step, order=100),
-        Hook(OWNER, f"{trainer}.concatenated_forward", concatenated_forward, order=100),
+        Hook(OWNER, f"{trainers[0]}.concatenated_forward", concatenated_forward, order=100),
+        Hook(OWNER, "llamafactory.model.loader:init_adapter", counting("models"), order=1000),
+        *(Hook(OWNER, f"{trainer}.concatenated_forward", counting("forwards"), order=1000) for trainer in trainers),
+        *(
+            Hook(OWNER, f"{trainer}.compute_reference_log_probs", compute_reference_log_probs, order=1000)
+            for trainer in trainers
+        ),
         # LLaMA-Factory takes bf16 for a model that names no dtype wherever the CPU can compute it (extras/misc.py 227).
         *(
             [Hook(OWNER, "llamafactory.model.patcher:infer_optim_dtype", lambda stock: lambda **_: float32())]
@@ -206,6 +234,14 @@ def logp_error(stock: Seen, long: Seen) -> float:
         return float("inf")
     pairs = zip(stock.logps, long.logps, strict=True)
     return max((abs(a - b) / abs(a) for one, other in pairs for a, b in zip(one, other, strict=True)), default=0.0)
+
+
+def reference_error(stock: Seen, long: Seen) -> float:
+    """The largest relative difference of a reference log-prob."""
+    if len(stock.reference_logps) != len(long.reference_logps) or not stock.reference_logps:
+        return float("inf")
+    pairs = zip(stock.reference_logps, long.reference_logps, strict=True)
+    return max(abs(a - b) / abs(a) for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
 def gradient_error(stock: Seen, long: Seen) -> float:

@@ -24,8 +24,7 @@ from dpofit.train.longdpo.cached_reference import FOLDER  # noqa: E402
 from dpofit.train.longdpo.reference_store import SEALED  # noqa: E402
 from tests.guard.ranks import run_ranks, values  # noqa: E402
 from tests.longdpo import runs  # noqa: E402
-from tests.longdpo.references import References, reference_error, train  # noqa: E402
-from tests.longdpo.runs import ASSETS, Case, Seen, gradient_error, loss_error, run  # noqa: E402
+from tests.longdpo.runs import ASSETS, Case, Seen, gradient_error, loss_error, reference_error, run  # noqa: E402
 
 PIECE = ("cached_reference",)
 
@@ -46,20 +45,20 @@ ALWAYS = ("ipo", "kto", "eval")
 @pytest.mark.parametrize("name", CASES if os.environ.get("DPOFIT_TEST_ALL") else ALWAYS)
 def test_losses_log_probs_and_gradients_are_stocks(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    (stock, theirs), (cached, mine) = train(case, (), tmp_path), train(case, PIECE, tmp_path)
+    stock, cached = run(case, (), tmp_path), run(case, PIECE, tmp_path)
     assert loss_error(stock, cached) <= 1e-5
     assert gradient_error(stock, cached) <= 1e-5
-    assert reference_error(theirs, mine) <= 1e-5
-    assert mine.models == 1, "a second model was built"
+    assert reference_error(stock, cached) <= 1e-5
+    assert cached.models == 1, "a second model was built"
 
 
 def test_training_makes_one_forward_a_step_where_stock_makes_two(tmp_path: Path) -> None:
     case = Case(batch=1, steps=3)
-    (_, theirs), (_, mine) = train(case, (), tmp_path), train(case, PIECE, tmp_path)
+    stock, cached = run(case, (), tmp_path), run(case, PIECE, tmp_path)
     pairs = len(json.loads((ASSETS / "pairs.json").read_text()))
-    assert theirs.forwards == 2 * 3
-    assert mine.forwards == 3 + pairs
-    assert theirs.models == 2
+    assert stock.forwards == 2 * 3
+    assert cached.forwards == 3 + pairs
+    assert stock.models == 2
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +78,15 @@ def finished(cache_once: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def again(folder: Path, pieces: Collection[str] = PIECE, **more: Any) -> tuple[Seen, References]:
+def again(folder: Path, pieces: Collection[str] = PIECE, **more: Any) -> Seen:
     for path in (folder / "out").glob("*"):
         if path.is_file():
             path.unlink()
-    return train(Case(steps=1), pieces, folder, **more)
+    return run(Case(steps=1), pieces, folder, **more)
 
 
 def test_a_second_run_computes_nothing(finished: Path) -> None:
-    assert again(finished)[1].forwards == 1
+    assert again(finished).forwards == 1
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -177,10 +176,10 @@ def test_a_killed_pass_goes_on_where_it_was(tmp_path: Path) -> None:
     assert result.exitcode == -signal.SIGKILL
     partial = tmp_path / "out" / FOLDER / "partial.0.0.jsonl"
     assert partial.read_text().count("\n") == 7
-    stock, _ = train(Case(steps=2), (), tmp_path / "stock")
-    cached, mine = train(Case(steps=2), PIECE, tmp_path)
+    stock = run(Case(steps=2), (), tmp_path / "stock")
+    cached = run(Case(steps=2), PIECE, tmp_path)
     pairs = len(json.loads((ASSETS / "pairs.json").read_text()))
-    assert mine.forwards == 2 + pairs - 3
+    assert cached.forwards == 2 + pairs - 3
     assert loss_error(stock, cached) <= 1e-5
 
 
@@ -204,18 +203,18 @@ def test_a_resumed_run_reads_the_cache_and_without_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs.shutil, "rmtree", lambda *args, **kwargs: None)
-    whole, _ = train(Case(steps=4), PIECE, tmp_path / "whole")
-    train(Case(steps=4), PIECE, tmp_path, **saving(tmp_path))
+    whole = run(Case(steps=4), PIECE, tmp_path / "whole")
+    run(Case(steps=4), PIECE, tmp_path, **saving(tmp_path))
     resume = {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-2"), "save_strategy": "no"}
-    resumed, references = train(Case(steps=4), PIECE, tmp_path, **resume)
+    resumed = run(Case(steps=4), PIECE, tmp_path, **resume)
     assert resumed.losses == whole.losses[2:]
-    assert references.forwards == 2
-    elsewhere, references = train(Case(steps=4), PIECE, tmp_path, **resume, output_dir=str(tmp_path / "elsewhere"))
+    assert resumed.forwards == 2
+    elsewhere = run(Case(steps=4), PIECE, tmp_path, **resume, output_dir=str(tmp_path / "elsewhere"))
     assert elsewhere.losses == whole.losses[2:]
-    assert references.forwards == 2
+    assert elsewhere.forwards == 2
     (tmp_path / "out" / FOLDER / SEALED).unlink()
     with pytest.raises(BadInput, match="training resumes at step 2, where the model is no longer its own reference"):
-        train(Case(steps=4), PIECE, tmp_path, **resume)
+        run(Case(steps=4), PIECE, tmp_path, **resume)
 
 
 def test_a_given_reference_is_loaded_for_the_pass_only(tmp_path: Path) -> None:
@@ -231,11 +230,11 @@ def test_a_given_reference_is_loaded_for_the_pass_only(tmp_path: Path) -> None:
     weights = load_file(other / "model.safetensors")
     save_file({name: one * 0.5 for name, one in weights.items()}, other / "model.safetensors", {"format": "pt"})
     case = Case(steps=3, batch=2, extra=(("ref_model", str(other)),))
-    (stock, theirs), (cached, mine) = train(case, (), tmp_path), train(case, PIECE, tmp_path)
+    stock, cached = run(case, (), tmp_path), run(case, PIECE, tmp_path)
     assert abs(stock.losses[0] - 0.693147) > 0.01, "this reference must be another one for the test to tell"
     assert loss_error(stock, cached) <= 1e-5
-    assert reference_error(theirs, mine) <= 1e-5
-    assert mine.models == 2
+    assert reference_error(stock, cached) <= 1e-5
+    assert cached.models == 2
     gc.collect()
     alive = [one for one in gc.get_objects() if isinstance(one, PreTrainedModel)]
     assert alive == []
@@ -263,13 +262,13 @@ def two_ranks(folder: str) -> tuple[list[float], list[float], int, str]:
             path.unlink(missing_ok=True)
         torch.distributed.barrier() if torch.distributed.is_initialized() else None
         try:
-            found.append(train(case, pieces, mine, **shared, **more))
+            found.append(run(case, pieces, mine, **shared, **more))
         except BadInput as refused:
             why = str(refused)
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
-    (stock, _), (cached, references) = found
-    return stock.losses, cached.losses, references.forwards, why
+    stock, cached = found
+    return stock.losses, cached.losses, cached.forwards, why
 
 
 def test_two_ranks_share_the_pass_and_one_cache(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.stack
 torch = pytest.importorskip("torch")
 
 from dpofit.train.longdpo import offload_checkpoints, tiled_mlp  # noqa: E402
-from tests.longdpo.references import References, reference_error, train  # noqa: E402
-from tests.longdpo.runs import Case, Seen, gradient_error, logp_error, loss_error  # noqa: E402
+from tests.longdpo.runs import Case, Seen, gradient_error, logp_error, loss_error, reference_error, run  # noqa: E402
 
 ALL = bool(os.environ.get("DPOFIT_TEST_ALL"))
 CASES = {"full": Case(batch=2, accumulation=2), "lora": Case(tuning="lora", batch=2, accumulation=2)}
@@ -30,28 +29,28 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @functools.cache
-def stock(tuning: str) -> tuple[Seen, References]:
+def stock(tuning: str) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
-        return train(CASES[tuning], (), Path(folder))
+        return run(CASES[tuning], (), Path(folder))
 
 
 def test_stock_begins_at_ln_2() -> None:
-    losses = stock("full")[0].losses
+    losses = stock("full").losses
     assert len(losses) == 40
     assert losses[0] * 2 == pytest.approx(0.6931472, abs=1e-6)  # half of it: two micro-batches a step
 
 
 @pytest.mark.parametrize("tuning", CASES if ALL else ["full"])
 def test_tiled_mlp(tuning: str, tmp_path: Path) -> None:
-    mine = train(CASES[tuning], ("tiled_mlp",), tmp_path)[0]
-    theirs = stock(tuning)[0]
+    mine = run(CASES[tuning], ("tiled_mlp",), tmp_path)
+    theirs = stock(tuning)
     assert max(loss_error(theirs, mine), logp_error(theirs, mine), gradient_error(theirs, mine)) <= 1e-5
 
 
 @pytest.mark.parametrize("tuning", CASES if ALL else ["full"])
 def test_offload_checkpoints_to_the_bit(tuning: str, tmp_path: Path) -> None:
-    mine = train(CASES[tuning], ("offload_checkpoints",), tmp_path)[0]
-    theirs = stock(tuning)[0]
+    mine = run(CASES[tuning], ("offload_checkpoints",), tmp_path)
+    theirs = stock(tuning)
     assert (loss_error(theirs, mine), logp_error(theirs, mine), gradient_error(theirs, mine)) == (0, 0, 0)
     inputs = offload_checkpoints.layer_inputs(torch.device("cpu"))
     assert inputs.stack.used_bytes == 0, "something is still kept after the last backward"
@@ -63,11 +62,10 @@ def test_offload_checkpoints_to_the_bit(tuning: str, tmp_path: Path) -> None:
     [("full", ("cached_reference",)), ("lora", PIECES), *([("lora", ("cached_reference",)), ("full", PIECES)] * ALL)],
 )
 def test_cached_reference_alone_and_with_the_others(tuning: str, pieces: tuple[str, ...], tmp_path: Path) -> None:
-    mine, my_references = train(CASES[tuning], pieces, tmp_path)
-    theirs, their_references = stock(tuning)
+    mine, theirs = run(CASES[tuning], pieces, tmp_path), stock(tuning)
     assert max(loss_error(theirs, mine), gradient_error(theirs, mine)) <= 1e-5
-    assert reference_error(their_references, my_references) <= 1e-5
-    assert my_references.models == 1, "a second model was built"
+    assert reference_error(theirs, mine) <= 1e-5
+    assert mine.models == 1, "a second model was built"
 
 
 def test_switching_the_pieces_off_puts_every_stock_function_back() -> None:
