@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dpofit.memory.predict import predict
@@ -53,16 +54,20 @@ def peaks_table() -> str:
 
 def limits_table() -> str:
     """Longest prompts on 32 x A800-80G with either host."""
-    columns = []
+    columns, instead = [], []
     for ram in HOSTS:
         flags = JobFlags("a800-80g", 4, 8, ram, response=DEFAULT_RESPONSE)
         columns.append(limit_rows(plan_jobs([f"{FAMILY}/{name}" for name in PRESETS], SCALED, flags)))
+        others = ",".join(piece for piece in PIECES if piece != "offload_checkpoints")
+        flags = replace(flags, long_context=others)
+        instead += limit_rows(plan_jobs([f"{FAMILY}/full-z3-long"], [*SCALED, "use_unsloth_gc=true"], flags))
     rows = []
     for index, name in enumerate(PRESETS):
         written = columns[0][index].planned.written_for
         documented = written.documented_prompt_tokens if written else None
         cells = [f"`{name}`", *(_limit(column[index]) for column in columns)]
         rows.append([*cells, f"{documented:,}" if documented else ""])
+    rows.append(["`full-z3-long`, unsloth gc in place of `offload_checkpoints`", *map(_limit, instead), ""])
     return _markdown(["recipe", *(f"{ram} a node" for ram in HOSTS), "documented in 2024"], rows, right_from=1)
 
 
