@@ -44,7 +44,8 @@ def peaks_table() -> str:
         cells = ["stock" if pieces == "off" else f"`{pieces}`" if pieces in PIECES else "all five"]
         for prompt in PROMPTS:
             flags = JobFlags("a800-80g", 4, 8, "1000GiB", prompt=prompt, response=DEFAULT_RESPONSE, long_context=pieces)
-            job = plan_job(f"{FAMILY}/full-z3-liger", SCALED, flags).job
+            # As it was traced: one micro-batch a step.
+            job = plan_job(f"{FAMILY}/full-z3-liger", [*SCALED, "gradient_accumulation_steps=1"], flags).job
             seen = traced.get(f"{pieces}:{prompt}")
             beside = f" ({seen['peak_bytes'] / GIB:,.1f})" if seen else ""
             cells.append(f"{predict(job).gpu.allocated_bytes / GIB:,.1f}{beside}")
