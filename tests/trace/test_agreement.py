@@ -19,7 +19,7 @@ POINTS = {
     "adapters on 4 bits": {"finetuning": "lora", "pure_bf16": True, "recipe": (("quantization_bit", 4),)},
     "adapters, unsloth gc": {"finetuning": "lora", "checkpointing": "unsloth"},
     "DeepSpeed without ZeRO": {"zero": "z0"},
-    "Phi-3, ZeRO-3": {"model": "microsoft/Phi-3-mini-4k-instruct", "zero": "z3"},
+    "Phi-3, ZeRO-3": {"model": "microsoft/Phi-3-mini-4k-instruct", "zero": "z3", "stage": "sft"},
     "Phi-3": {"model": "microsoft/Phi-3-mini-4k-instruct", "pure_bf16": True, "stage": "sft"},
     "ZeRO-1": {"zero": "z1"},
     "ZeRO-2": {"zero": "z2"},
