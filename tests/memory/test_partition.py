@@ -28,7 +28,7 @@ def test_the_fullest_rank_is_that_of_a_walk_over_all_of_them(world):
     layer = [linear.in_features * linear.out_features for linear in model.linears]
     matrices = [5000 * 64, *layer * 3, 5000 * 64]
     found = partition_bytes(job(model, nodes=1, gpus=world, zero=zero(2)))
-    assert (found.buffer, found.buffer + found.zeros + found.norm) == of_every_rank(matrices, world)
+    assert (found.buffer, found.buffer + found.zeros + found.looked_at) == of_every_rank(matrices, world)
 
 
 def test_a_hundred_million_ranks_are_not_walked():
