@@ -131,7 +131,7 @@ def _pyplot(path: Path, force: bool) -> Any:
     try:
         import matplotlib
     except ImportError:
-        right = "Install it: pip install 'dpofit[plot]'"
+        right = "Run, in dpofit's repository: pip install -e '.[plot]'"
         raise BadInput(Problem("command line", "--plot", "matplotlib is not installed", right)) from None
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
