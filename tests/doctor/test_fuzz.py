@@ -80,6 +80,7 @@ def test_memory_is_flat_over_text_that_never_repeats() -> None:
         f"{words[n % 399]} {words[n * 7 % 399]} {words[n * 31 % 397]} Error {words[n * 13 % 399]}{n}"
         for n in range(100_000)
     ).encode()
+    ids(text)  # what is loaded once (patterns, numpy) is not what grows
     tracemalloc.start()
     try:
         assert ids(text) == []
@@ -88,4 +89,4 @@ def test_memory_is_flat_over_text_that_never_repeats() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 80e6
-    assert grown < 5e6
+    assert grown < 1e6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dpofit.doctor.cause import Report, report
 from dpofit.doctor.knowledge import load
@@ -16,8 +17,8 @@ def diagnose(names: Sequence[str], on_bytes: Callable[[int], None] = lambda coun
     Raises BadInput naming every log that cannot be read. on_bytes is told the size of each block after it was read.
     """
     diagnoses = load().diagnoses
-    scan = Scan(diagnoses)
     streams = open_all(names)
+    scan = Scan(diagnoses, sum(Path(name).stat().st_size for name in names if Path(name).is_file()))
     logs = []
     for name, stream in streams:
         with stream:

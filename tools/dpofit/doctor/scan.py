@@ -56,16 +56,16 @@ class _Here:
 
 
 class Scan:
-    """Reads logs one after the other."""
+    """Reads logs one after the other, `known_bytes` or more of them."""
 
-    def __init__(self, diagnoses: dict[str, Diagnosis]) -> None:
+    def __init__(self, diagnoses: dict[str, Diagnosis], known_bytes: int = 0) -> None:
         self._by_literal: dict[bytes, list[Probe]] = {_TRACEBACK: []}
         self._order: dict[Probe, int] = {}  # of two patterns of a diagnosis the first that matches names the groups
         for number, probe in enumerate(all_probes(diagnoses)):
             self._order[probe] = number
             for literal in probe.literals:
                 self._by_literal.setdefault(literal, []).append(probe)
-        self._sieve = Sieve(self._by_literal)
+        self._sieve = Sieve(self._by_literal, known_bytes)
         self._looks: dict[bytes, int] = {}
         self._letters: dict[bytes, int] = {}  # of telling lines, and how many of them there were
 
@@ -76,17 +76,18 @@ class Scan:
         block = b""
         for raw, is_last in _with_last(blocks(stream)):
             block = lines.plain(raw)
-            self._block(block, facts, is_last or facts.size_bytes < BEGINNING_BYTES)
+            newlines = self._block(block, facts, is_last or facts.size_bytes < BEGINNING_BYTES)
             _leave_sample(block, len(block), facts)
             facts.size_bytes += len(raw)  # offsets within a block with colours are a little low: their order is kept
-            facts.lines += block.count(b"\n")
-            facts.before = (facts.before + block)[-NEARBY_BYTES:]
+            facts.lines += newlines
+            facts.before = (facts.before + block[-NEARBY_BYTES:])[-NEARBY_BYTES:]
             facts.progress = lines.progress_of(block[-PROGRESS_BYTES:]) or facts.progress
             on_bytes(len(raw))
         facts.tail = _tail(block, facts)
         return facts
 
-    def _block(self, block: bytes, facts: LogFacts, is_telling: bool) -> None:
+    def _block(self, block: bytes, facts: LogFacts, is_telling: bool) -> int:
+        """Looks at one block; returns its line breaks."""
         probes, telling = self._worth_a_look(block, is_telling)
         counted, newlines = 0, 0
         for start in sorted(probes.keys() | telling):
@@ -98,10 +99,11 @@ class Scan:
             found = sorted(probes.get(start, ()), key=self._order.__getitem__)
             if not _run(found, here, facts) and start in telling and _TELLING.search(here.line):
                 self._note_telling(here, end, facts)
+        return newlines + block.count(b"\n", counted)
 
     def _worth_a_look(self, block: bytes, is_telling: bool) -> tuple[dict[int, set[Probe]], set[int]]:
         """Where lines begin that some probes may match, with those probes; and lines that may be telling."""
-        bounded = b"\n" + block + b"\n"  # what a line's beginning and end are found by
+        bounded = b"".join((b"\n", block, b"\n"))  # what a line's beginning and end are found by
         probes: dict[int, set[Probe]] = {}
         telling: set[int] = set()
         if is_telling:

@@ -46,9 +46,9 @@ def is_short(text: bytes) -> bool:
 
 
 class Sieve:
-    """Looks for all of `texts` at once; each has WINDOW_BYTES or more, or is_short."""
+    """Looks for all of `texts` at once; each has WINDOW_BYTES or more, or is_short. `known_bytes`: that will come."""
 
-    def __init__(self, texts: Iterable[bytes]) -> None:
+    def __init__(self, texts: Iterable[bytes], known_bytes: int = 0) -> None:
         self._by_unit: dict[int, list[bytes]] = {}
         self._by_word: dict[bytes, list[bytes]] = {word: [] for word in SHORT_WORDS}
         for text in texts:
@@ -58,14 +58,14 @@ class Sieve:
                 for unit in _rarest_units(text):
                     self._by_unit.setdefault(int.from_bytes(unit, sys.byteorder), []).append(text)
         self._units = frozenset(self._by_unit)
-        self._read_bytes = 0
+        self._bytes = known_bytes
         self._few: Callable[[memoryview], Collection[int]] | None = None
 
     def texts_in(self, block: bytes) -> list[bytes]:
         """Those of the texts that the block holds."""
         units = memoryview(block)[: len(block) // UNIT_BYTES * UNIT_BYTES].cast("Q")
-        self._read_bytes += len(block)
-        if self._few is None and self._read_bytes > NUMPY_FROM_BYTES:
+        self._bytes += len(block)
+        if self._few is None and self._bytes > NUMPY_FROM_BYTES:
             self._few = _numpy_filter(self._units)
         found = self._units.intersection(self._few(units) if self._few else units)
         maybe = [text for unit in found for text in self._by_unit[unit]]
