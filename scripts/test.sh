@@ -21,8 +21,8 @@ if [ $# -gt 0 ]; then
   pytest "$@"
   exit
 fi
-# Rooms that start ranks of their own use all cores anyway; the others share them.
-ranks="tests/guard tests/launch tests/longdpo tests/preflight tests/trace"
+# Rooms that start whole runs of several ranks use all cores anyway; the others share them.
+ranks="tests/guard tests/launch tests/preflight"
 others=$(printf '%s\n' tests/*/ | sed 's|/$||' | grep -vxF "$(printf '%s\n' $ranks)")
 status=0
 pytest -n 2 --dist loadfile ${reports:+--junitxml="$reports/1.xml"} $others || status=$?

@@ -1,8 +1,11 @@
 """Two shallow traces give the deep one, to the byte: in every phase of both steps, on the card and in host memory."""
 
+import os
+
 import pytest
 
 pytestmark = pytest.mark.stack
+ALL = bool(os.environ.get("DPOFIT_TEST_ALL"))
 
 MODEL = {
     "model_type": "qwen2", "vocab_size": 5000, "hidden_size": 128, "intermediate_size": 384, "layers": 8, "heads": 4,
@@ -29,15 +32,18 @@ CASES = {
     "sft, foreach": {"stage": "sft", "optimizer": "adamw_torch"},
     "freeze tuning, the last layer": {"finetuning": "freeze", "freeze_layers": 1, "layers": 10},
     "ZeRO-3": _zero3(),
-    "ZeRO-3, offloaded": _zero3(
-        offload_optimizer=OFFLOAD,
-        offload_param=OFFLOAD,
-        stage3_prefetch_bucket_size="auto",
-        stage3_param_persistence_threshold="auto",
-    ),
     "ZeRO-3, adapters": _zero3(reduce_bucket_size=500) | {"finetuning": "lora"},
-    "ZeRO-3, adapters that never fill the bucket": _zero3(reduce_bucket_size=300_000) | {"finetuning": "lora"},
 }
+if ALL:
+    CASES |= {
+        "ZeRO-3, offloaded": _zero3(
+            offload_optimizer=OFFLOAD,
+            offload_param=OFFLOAD,
+            stage3_prefetch_bucket_size="auto",
+            stage3_param_persistence_threshold="auto",
+        ),
+        "ZeRO-3, adapters that never fill the bucket": _zero3(reduce_bucket_size=300_000) | {"finetuning": "lora"},
+    }
 
 
 def _request(case):
@@ -61,6 +67,7 @@ def test_extrapolated_peaks_equal_the_full_depth_trace(case):
     }
 
 
+@pytest.mark.skipif(not ALL, reason="--all runs it")
 def test_the_optimizers_sub_groups_are_those_of_the_whole_depth():
     from dpofit.trace.extrapolate import trace_deep, traced_peaks
     from dpofit.trace.step import trace_step

@@ -34,7 +34,6 @@ def _request(**changes):
 
 
 CASES = {
-    "auto keys": {},
     "tied, nothing reused": {"tied_embeddings": True, "zero": {"stage3_max_reuse_distance": 0}},
     "small prefetch and live limit": {
         "layers": 4,
@@ -46,28 +45,32 @@ CASES = {
         },
     },
     "llama, adapters": {"model_type": "llama", "finetuning": "lora", "lora_rank": 4},
-    "nothing persists, is kept or fetched far ahead": {
-        "zero": {
-            "stage3_prefetch_bucket_size": 500,
-            "stage3_max_live_parameters": 10000,
-            "stage3_max_reuse_distance": 0,
-            "stage3_param_persistence_threshold": 0,
-        },
-    },
     "offloaded, accumulating": {
         "micro_batches": 2,
         "zero": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
     },
-    "qwen3, no checkpointing, no prefetch": {
-        "model_type": "qwen3",
-        "checkpointing": "none",
-        "zero": {"stage3_prefetch_bucket_size": 0},
-    },
-    "adapters, nothing kept": {
-        "finetuning": "lora",
-        "zero": {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0},
-    },
 }
+if os.environ.get("DPOFIT_TEST_ALL"):
+    CASES |= {
+        "auto keys": {},
+        "nothing persists, is kept or fetched far ahead": {
+            "zero": {
+                "stage3_prefetch_bucket_size": 500,
+                "stage3_max_live_parameters": 10000,
+                "stage3_max_reuse_distance": 0,
+                "stage3_param_persistence_threshold": 0,
+            },
+        },
+        "qwen3, no checkpointing, no prefetch": {
+            "model_type": "qwen3",
+            "checkpointing": "none",
+            "zero": {"stage3_prefetch_bucket_size": 0},
+        },
+        "adapters, nothing kept": {
+            "finetuning": "lora",
+            "zero": {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0},
+        },
+    }
 
 
 @pytest.fixture(scope="module")
