@@ -21,10 +21,4 @@ if [ $# -gt 0 ]; then
   pytest "$@"
   exit
 fi
-# Rooms that start whole runs of several ranks use all cores anyway; the others share them.
-ranks="tests/guard tests/launch tests/preflight"
-others=$(printf '%s\n' tests/*/ | sed 's|/$||' | grep -vxF "$(printf '%s\n' $ranks)")
-status=0
-pytest -n 2 --dist loadfile ${reports:+--junitxml="$reports/1.xml"} $others || status=$?
-pytest ${reports:+--junitxml="$reports/2.xml"} $ranks || status=$?
-exit $status
+pytest -n 2 --dist loadfile ${reports:+--junitxml="$reports/all.xml"} tests
