@@ -8,6 +8,7 @@ import pytest
 from jobs import job, peaks, tiny, zero
 
 from dpofit.errors import BadInput
+from dpofit.memory import limits
 from dpofit.memory.job import STACK_2024, Lengths
 from dpofit.memory.limits import longest_prompt
 from dpofit.memory.predict import predict
@@ -125,6 +126,19 @@ def test_the_longest_prompt_fits_and_the_next_does_not(recipe):
     assert verdict(limit.prompt_tokens) == "fits"
     assert verdict(limit.prompt_tokens + 8) != "fits"
     assert limit.not_oom_prompt_tokens is not None and limit.not_oom_prompt_tokens >= limit.prompt_tokens
+
+
+def test_a_prompt_that_evaluation_binds_is_found_in_few_tries(monkeypatch):
+    """Eight pairs of logits in evaluation against one in training: what training allocates says little."""
+    tries = []
+    monkeypatch.setattr(limits, "_try", lambda *asked, once=limits._try: tries.append(asked) or once(*asked))
+    planned = job("Qwen/Qwen2.5-7B", nodes=1, zero=zero(3), finetuning="lora", evaluates=True, eval_micro_batch=8)
+    limit = longest_prompt(planned)
+    assert predict(limits.at_prompt(planned, limit.prompt_tokens)).verdict == "fits"
+    beyond = predict(limits.at_prompt(planned, limit.prompt_tokens + 8))
+    assert beyond.verdict != "fits" and beyond.gpu.peak.phase == "eval"
+    assert predict(limits.at_prompt(planned, limit.not_oom_prompt_tokens + 8)).verdict == "oom"
+    assert len(tries) < 20
 
 
 def test_limits_name_the_host_when_it_binds():

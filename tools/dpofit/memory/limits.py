@@ -110,9 +110,9 @@ def _next_guess(tried: dict[int, _Tried], allocated: AllocatedBySteps, capacity:
     """Solve allocated bytes for what the last try left of the card; between one that fits and one that does not, false
     position; near the end, from above. Where that stops helping (host or disk bind, one side does not move) halve."""
     last = [*tried.values()][-1]
-    same_side = next((n for n, one in enumerate(reversed(tried.values())) if one.fits is not last.fits), 0)
+    same_side = next((n for n, one in enumerate(reversed(tried.values())) if one.fits is not last.fits), len(tried))
     below, above = tried.get(low), tried.get(high)
-    if last.of_card is None or last.of_allocated is None:
+    if last.of_card is None or last.of_allocated is None or same_side > 4:
         return (low + high) // 2
     if below is None or above is None or below.of_card is None or above.of_card is None:
         guess = allocated.about(int(capacity / last.of_allocated), low, high)
@@ -121,8 +121,6 @@ def _next_guess(tried: dict[int, _Tried], allocated: AllocatedBySteps, capacity:
         if same_side > 1:
             return (low + high) // 2
         return low + round((high - low) * (1 - below.of_card) / (above.of_card - below.of_card))
-    if same_side > 4:
-        return (low + high) // 2
     least = min(one.of_allocated for steps, one in tried.items() if one.of_allocated and steps > low * (1 - NEAR))
     return allocated.about(int(capacity / least), low, high)
 
@@ -147,7 +145,8 @@ def _longest_not_oom(job: Job, allocated: AllocatedBySteps, low: int, longest: i
 
 
 class AllocatedBySteps:
-    """Allocated peak at a prompt, from the steady step alone and the lasting bytes; remembered."""
+    """Allocated peak at a prompt, remembered: from the steady step alone and the lasting bytes, unless the run
+    evaluates, which may need more."""
 
     def __init__(self, job: Job, plan: Plan) -> None:
         self._job, self._plan = job, plan
@@ -158,8 +157,12 @@ class AllocatedBySteps:
 
     def __call__(self, steps: int) -> int:
         if steps not in self._seen:
-            step = steady_step(at_prompt(self._job, max(steps, 1) * STEP_TOKENS), self._plan)  # rows are never empty
-            self._seen[steps] = self._lasting + highest(phase_peaks(step, GPU)).size_bytes
+            job = at_prompt(self._job, max(steps, 1) * STEP_TOKENS)  # rows are never empty
+            if job.recipe.evaluates:
+                peak = highest(phase_peaks(build_program(job, self._plan), GPU)).size_bytes
+            else:
+                peak = self._lasting + highest(phase_peaks(steady_step(job, self._plan), GPU)).size_bytes
+            self._seen[steps] = peak
             insort(self._steps, steps)
         return self._seen[steps]
 
