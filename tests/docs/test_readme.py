@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from dpofit.errors import BadInput
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -30,3 +34,34 @@ def test_every_command_shown_is_a_command():
     shown = set(re.findall(r"^dpofit (\w+)", README, re.MULTILINE))
     assert len(shown) >= 5
     assert shown <= set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "named, overrides",
+    [
+        ("ppo", ["stage=ppo", "reward_model=x"]),
+        ("HQQ", ["quantization_bit=4", "quantization_method=hqq"]),
+        ("EETQ", ["quantization_bit=8", "quantization_method=eetq"]),
+        ("BAdam", ["use_badam=true", "finetuning_type=full"]),
+        ("unsloth's model code", ["use_unsloth=true"]),
+    ],
+)
+def test_what_is_said_to_be_refused_is(named: str, overrides: list[str]) -> None:
+    from dpofit.memory.scope import check_scope
+    from dpofit.plan import JobFlags, plan_job
+
+    [sentence] = re.findall(r"refused by name:([^.]+)\.", README)
+    assert named in sentence
+    with pytest.raises(BadInput, match="not modelled yet"):
+        job = plan_job("qwen2.5-7b-dpo/lora-1gpu", overrides, JobFlags()).job
+        check_scope(job.recipe, job.model)
+
+
+@pytest.mark.parametrize("override", ["use_dora=true", "use_galore=true", "use_muon=true", "use_adam_mini=true"])
+def test_what_is_modelled_is_not_said_to_be_refused(override: str) -> None:
+    from dpofit.memory.predict import predict
+    from dpofit.plan import JobFlags, plan_job
+
+    full = [] if override == "use_dora=true" else ["finetuning_type=full", "optim=adamw_torch"]
+    assert predict(plan_job("qwen2.5-7b-dpo/lora-1gpu", [override, *full], JobFlags()).job).verdict
+    assert override.removesuffix("=true").removeprefix("use_").lower() not in README.lower()
