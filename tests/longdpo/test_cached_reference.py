@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import shutil
 import signal
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -218,10 +220,6 @@ def test_a_resumed_run_reads_the_cache_and_without_it_is_refused(
 
 
 def test_a_given_reference_is_loaded_for_the_pass_only(tmp_path: Path) -> None:
-    import gc
-
-    from transformers import PreTrainedModel
-
     other = tmp_path / "other"
     base = runs.make_model(Case(), tmp_path)
     shutil.copytree(base, other)
@@ -230,14 +228,22 @@ def test_a_given_reference_is_loaded_for_the_pass_only(tmp_path: Path) -> None:
     weights = load_file(other / "model.safetensors")
     save_file({name: one * 0.5 for name, one in weights.items()}, other / "model.safetensors", {"format": "pt"})
     case = Case(steps=3, batch=2, extra=(("ref_model", str(other)),))
-    stock, cached = run(case, (), tmp_path), run(case, PIECE, tmp_path)
+    stock = run(case, (), tmp_path)
+    others = weakref.WeakSet(models_alive())
+    cached = run(case, PIECE, tmp_path)
     assert abs(stock.losses[0] - 0.693147) > 0.01, "this reference must be another one for the test to tell"
     assert loss_error(stock, cached) <= 1e-5
     assert reference_error(stock, cached) <= 1e-5
     assert cached.models == 2
+    assert [one for one in models_alive() if one not in others] == []
+
+
+def models_alive() -> list[Any]:
+    """Every model of this process, those that other tests keep for their own use among them."""
+    from transformers import PreTrainedModel
+
     gc.collect()
-    alive = [one for one in gc.get_objects() if isinstance(one, PreTrainedModel)]
-    assert alive == []
+    return [one for one in gc.get_objects() if isinstance(one, PreTrainedModel)]
 
 
 def test_lora_with_noise_on_the_embeddings_is_refused(tmp_path: Path) -> None:
