@@ -7,16 +7,16 @@ Run inside the training stack:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import enum
 import importlib.metadata
 import json
-import sys
 import types
 import typing
 from pathlib import Path
 from typing import Any
+
+from generated import parser, write_or_check
 
 KEYS_FILE = Path(__file__).resolve().parents[1] / "tools" / "dpofit" / "recipe" / "keys.json"
 PACKAGES = ("llamafactory", "transformers", "deepspeed")
@@ -35,17 +35,8 @@ TYPE_NAMES = {bool: "bool", int: "int", float: "float", str: "str", list: "list"
 
 def main() -> int:
     """Writes or checks the file; the exit code."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--check", action="store_true", help="compare, write nothing")
-    check: bool = arguments.parse_args().check
-    text = render()
-    if check:
-        if KEYS_FILE.read_text(encoding="utf-8") == text:
-            return 0
-        print(f"{KEYS_FILE} differs from the installed packages: run scripts/export_keys.py", file=sys.stderr)
-        return 1
-    KEYS_FILE.write_text(text, encoding="utf-8")
-    return 0
+    check: bool = parser(__doc__).parse_args().check
+    return write_or_check({KEYS_FILE: render()}, check)
 
 
 def render() -> str:

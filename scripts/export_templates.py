@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from generated import parser, write_or_check
 
 OUT = Path(__file__).resolve().parent.parent / "tools" / "dpofit" / "data" / "templates.json"
 
@@ -115,10 +116,5 @@ def document() -> str:
 
 
 if __name__ == "__main__":
-    text = document()
-    if "--check" in sys.argv[1:]:
-        same = OUT.is_file() and OUT.read_text(encoding="utf-8") == text
-        print("templates.json is up to date" if same else "templates.json differs from the installed package")
-        raise SystemExit(0 if same else 1)
-    OUT.write_text(text, encoding="utf-8")
-    print(f"{OUT.name}: {len(json.loads(text)['templates'])} templates")
+    check: bool = parser(__doc__).parse_args().check
+    raise SystemExit(write_or_check({OUT: document()}, check))

@@ -6,9 +6,9 @@ python scripts/render_checks.py --check    exit 1 when it differs
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
+
+from generated import parser, write_or_check
 
 from dpofit.recipe.keys import pinned_versions
 from dpofit.recipe.kinds import KINDS, Kind
@@ -28,18 +28,8 @@ SECTIONS = (
 
 def main() -> int:
     """Writes or checks the file; the exit code."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--check", action="store_true", help="compare, write nothing")
-    check: bool = arguments.parse_args().check
-    text = render()
-    if check:
-        if CHECKS_FILE.is_file() and CHECKS_FILE.read_text(encoding="utf-8") == text:
-            return 0
-        print(f"{CHECKS_FILE} is out of date: run scripts/render_checks.py", file=sys.stderr)
-        return 1
-    CHECKS_FILE.parent.mkdir(exist_ok=True)
-    CHECKS_FILE.write_text(text, encoding="utf-8")
-    return 0
+    check: bool = parser(__doc__).parse_args().check
+    return write_or_check({CHECKS_FILE: render()}, check)
 
 
 def render() -> str:

@@ -3,11 +3,12 @@ up to date (exit 1 if not)."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from generated import parser, write_or_check
 
 from dpofit.doctor.knowledge import KINDS, Diagnosis, load
 from dpofit.doctor.literals import TABLE, derived_literals
@@ -62,19 +63,9 @@ def table(diagnoses: dict[str, Diagnosis]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="Compare instead of writing.")
-    arguments = parser.parse_args()
+    check: bool = parser(__doc__).parse_args().check
     diagnoses = load().diagnoses
-    wanted = {PAGE: page(diagnoses.values()), TABLE: table(diagnoses)}
-    if arguments.check:
-        old = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-        for path in wanted:
-            print(f"{path.name} is {'old: run scripts/render_diagnoses.py' if path in old else 'up to date'}")
-        return 1 if old else 0
-    for path, text in wanted.items():
-        path.write_text(text, encoding="utf-8")
-    return 0
+    return write_or_check({PAGE: page(diagnoses.values()), TABLE: table(diagnoses)}, check)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from generated import parser, write_or_check
+
 from dpofit.hardware.gpus import find_gpu
 from dpofit.memory.reproduce import GPUS_PER_NODE, NOTICEABLY_MORE, SIZES, UNITS
 from dpofit.report.reproduce import CARDS, STACK, markdown_tables, reproductions
@@ -68,14 +70,8 @@ More GPUs shrink the states; checkpoints and the logits of two rows of 152,064 w
 
 
 def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-            print(f"{PAGE.name} is not what dpofit says today: python scripts/{Path(__file__).name}", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    check: bool = parser(__doc__).parse_args().check
+    return write_or_check({PAGE: page()}, check)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ benchmarks/results/long-context-traced.json (benchmarks/long_context_traced.py).
 from __future__ import annotations
 
 import json
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+from generated import parser, with_tables, write_or_check
 
 from dpofit.memory.predict import predict
 from dpofit.memory.speed import forward_flops
@@ -120,27 +120,13 @@ TABLES: dict[str, Callable[[], str]] = {
 }  # fmt: skip
 
 
-def render(text: str, quick: bool) -> str:
-    """The page with every table as dpofit says it today."""
-    for name, table in TABLES.items():
-        if quick and table is recipes_table:
-            continue
-        pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert pattern.search(text), f"docs/long-context.md has no table {name}"
-        found = table()
-        text = pattern.sub(lambda match, found=found: f"{match[1]}{found}\n{match[2]}", text)
-    return text
-
-
 def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    wanted = render(text, "--quick" in sys.argv[1:])
-    if "--check" in sys.argv[1:]:
-        if wanted != text:
-            print("docs/long-context.md is out of date: python scripts/render_long_context.py", file=sys.stderr)
-        return int(wanted != text)
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+    """Writes or checks the page; the exit code."""
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="leave the table of all recipes as it stands")
+    given = options.parse_args()
+    tables = {name: table for name, table in TABLES.items() if not (given.quick and table is recipes_table)}
+    return write_or_check({PAGE: with_tables(PAGE, tables)}, given.check)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ today. Plots are written, not compared: their bytes differ between versions of m
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from generated import parser, with_tables, write_or_check
 
 from dpofit.plan import DEFAULT_RESPONSE, JobFlags, plan_jobs
 from dpofit.report.compare import compare_document
@@ -106,15 +107,6 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def rendered(text: str) -> str:
-    """README's text with every generated table as it is today."""
-    for name, table in TABLES.items():
-        pattern = re.compile(rf"(<!-- generated: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, count = pattern.subn(lambda match, body=table(): f"{match[1]}{body}\n{match[2]}", text)
-        assert count == 1, f"README.md has {count} places for {name}"
-    return text
-
-
 def plots() -> None:
     """The pictures README shows."""
     from dpofit.memory.predict import predict
@@ -128,17 +120,12 @@ def plots() -> None:
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    fresh = rendered(text)
-    if "--check" in sys.argv[1:]:
-        if fresh != text:
-            print("README.md is not what dpofit says today: python scripts/render_readme.py", file=sys.stderr)
-            return 1
-        return 0
-    README.write_text(fresh, encoding="utf-8")
-    plots()
-    return 0
+    """Writes or checks the page, and writes the plots; the exit code."""
+    check: bool = parser(__doc__).parse_args().check
+    if not check:
+        plots()
+    return write_or_check({README: with_tables(README, TABLES)}, check)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -7,9 +7,10 @@ benchmark results (benchmarks/results/save-*.json, verify-speed.json) and the fo
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from generated import parser, with_tables, write_or_check
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "save-guard.md"
@@ -85,27 +86,11 @@ def paper_table() -> str:
 TABLES = {"saves": saves_table, "verify": verify_table, "paper": paper_table}
 
 
-def rendered(page: str) -> str:
-    """The page with its tables renewed."""
-    for name, table in TABLES.items():
-        opening, closing = f"<!-- generated: {name} -->\n", "<!-- end -->"
-        before, found, rest = page.partition(opening)
-        if not found:
-            raise SystemExit(f"{PAGE.name} has no place for the table {name}")
-        page = before + opening + table() + "\n" + rest[rest.index(closing) :]
-    return page
-
-
-def main() -> None:
-    """Write the page, or with --check say whether it is up to date (exit 1 if not)."""
-    before = PAGE.read_text(encoding="utf-8")
-    after = rendered(before)
-    if "--check" in sys.argv[1:]:
-        if after != before:
-            raise SystemExit("docs/save-guard.md is out of date: python scripts/render_save_guard.py")
-        return
-    PAGE.write_text(after, encoding="utf-8")
+def main() -> int:
+    """Writes or checks the page; the exit code."""
+    check: bool = parser(__doc__).parse_args().check
+    return write_or_check({PAGE: with_tables(PAGE, TABLES)}, check)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
