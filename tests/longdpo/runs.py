@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import math
 import shutil
 import statistics
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpofit.recipe.long_context import PIECES
 from dpofit.train import hooks, longdpo
 from dpofit.train.hooks import Hook
 
 OWNER = "longdpo-test"
 ASSETS = Path(__file__).parents[2] / "tools" / "dpofit" / "launch" / "smoke_assets"
 CHUNK_POSITIONS = 5  # of the product's 512: answers here have tens of tokens, which shall take several chunks
+TILE_TOKENS = 16  # of its 4,096, so that a row is several tiles
+SAME = 1e-5  # relative; fp32 sums in another order
 DATASETS = {"dpo": "smoke_pairs", "kto": "smoke_labelled", "sft": "smoke_answers"}
 LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid": {},
@@ -54,15 +58,24 @@ class Case:
         return "-".join([*named, f"accumulate{self.accumulation}", self.dtype])
 
 
+def together(case: Case) -> tuple[str, ...]:
+    """All the pieces that `case` can have at once."""
+    left_out = {"shared_prompt"} if case.batch > 1 or case.stage != "dpo" else set()
+    if case.stage == "sft" or case.loss in ("orpo", "simpo"):  # no reference
+        left_out.add("cached_reference")
+    return tuple(piece for piece in PIECES if piece not in left_out)
+
+
 @dataclass
 class Seen:
     """What one run did, in order."""
 
     losses: list[float] = field(default_factory=list)  # of every micro-step
-    logps: list[list[float]] = field(default_factory=list)  # of every forward: chosen, rejected, and their average
+    logps: list[list[float]] = field(default_factory=list)  # the policy's of every forward: chosen, rejected, …
     gradients: list[dict[str, Any]] = field(default_factory=list)  # of every optimizer step, by parameter
     metrics: list[dict[str, float]] = field(default_factory=list)
     reference_logps: list[list[float]] = field(default_factory=list)  # of every loss
+    asks_reference: bool = False  # the forward under way is the reference's
     forwards: int = 0  # of any model, to score pairs
     models: int = 0  # built
 
@@ -123,7 +136,10 @@ def run(case: Case, pieces: Collection[str], folder: Path, **more: Any) -> Seen:
 
     torch.set_num_threads(1)
     seen = Seen()
+    from dpofit.train.longdpo import tiled_mlp
+
     chunk, longdpo.CHUNK_POSITIONS = longdpo.CHUNK_POSITIONS, CHUNK_POSITIONS
+    tile, tiled_mlp.TILE_TOKENS = tiled_mlp.TILE_TOKENS, TILE_TOKENS
     longdpo.install(pieces)
     hooks.install(recording(seen, case))
     try:
@@ -132,7 +148,7 @@ def run(case: Case, pieces: Collection[str], folder: Path, **more: Any) -> Seen:
     finally:
         hooks.uninstall(OWNER)
         longdpo.install(())
-        longdpo.CHUNK_POSITIONS = chunk
+        longdpo.CHUNK_POSITIONS, tiled_mlp.TILE_TOKENS = chunk, tile
         shutil.rmtree(folder / "out", ignore_errors=True)
     return seen
 
@@ -149,8 +165,11 @@ def recording(seen: Seen, case: Case) -> list[Hook]:
     def concatenated_forward(stock: Any) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             output = stock(*args, **kwargs)
-            names = ("chosen_logps", "rejected_logps", "chosen_logps_avg")
-            seen.logps.append([value for name in names for value in output[name].tolist()])
+            if not seen.asks_reference:
+                names = ("chosen_logps", "rejected_logps", "chosen_logps_avg")
+                kto = isinstance(output, tuple)  # chosen, rejected, logits of both, the mismatched pairs'
+                parts = (output[0], output[1], output[4]) if kto else [output[name] for name in names]
+                seen.logps.append([value for part in parts for value in part.tolist()])
             return output
 
         return wrapped
@@ -167,7 +186,11 @@ def recording(seen: Seen, case: Case) -> list[Hook]:
 
     def compute_reference_log_probs(stock: Any) -> Any:
         def wrapped(trainer: Any, *args: Any) -> Any:
-            result = stock(trainer, *args)
+            seen.asks_reference = True
+            try:
+                result = stock(trainer, *args)
+            finally:
+                seen.asks_reference = False
             if not getattr(getattr(trainer, "_dpofit_reference", None), "scoring", False):
                 seen.reference_logps.append([value for part in result if part is not None for value in part.tolist()])
             return result
@@ -177,7 +200,7 @@ def recording(seen: Seen, case: Case) -> list[Hook]:
     trainers = [f"llamafactory.train.{stage}.trainer:Custom{stage.upper()}Trainer" for stage in ("dpo", "kto")]
     return [
         Hook(OWNER, "transformers.trainer:Trainer.training_step", training_step, order=100),
-        Hook(OWNER, f"{trainers[0]}.concatenated_forward", concatenated_forward, order=100),
+        *(Hook(OWNER, f"{trainer}.concatenated_forward", concatenated_forward, order=100) for trainer in trainers),
         Hook(OWNER, "llamafactory.model.loader:init_adapter", counting("models"), order=1000),
         *(Hook(OWNER, f"{trainer}.concatenated_forward", counting("forwards"), order=1000) for trainer in trainers),
         *(
@@ -221,31 +244,37 @@ def recorder(seen: Seen) -> Any:
     return Recorder()
 
 
-def loss_error(stock: Seen, long: Seen) -> float:
-    """The largest relative difference of a loss; inf if the runs are not of one length."""
-    if len(stock.losses) != len(long.losses):
+@dataclass(frozen=True)
+class Errors:
+    """How far a run is from stock's, relative, at worst; inf where the two did not do the same things."""
+
+    loss: float  # of a micro-step
+    logps: float  # of one of the policy's sequences
+    reference: float  # of one of the reference's
+    gradients: float  # of a parameter in a step: norm of the difference by the norm of the step's whole gradient
+
+    @property
+    def worst(self) -> float:
+        return max(asdict(self).values())
+
+
+def errors(stock: Seen, long: Seen) -> Errors:
+    return Errors(
+        _relative([stock.losses], [long.losses]),
+        _relative(stock.logps, long.logps),
+        _relative(stock.reference_logps, long.reference_logps),
+        _gradient_error(stock, long),
+    )
+
+
+def _relative(stock: list[list[float]], long: list[list[float]]) -> float:
+    if [len(one) for one in stock] != [len(other) for other in long]:
         return float("inf")
-    return max(abs(a - b) / abs(a) for a, b in zip(stock.losses, long.losses, strict=True))
+    pairs = zip(itertools.chain(*stock), itertools.chain(*long), strict=True)
+    return max((abs(a - b) / abs(a) for a, b in pairs), default=0.0)
 
 
-def logp_error(stock: Seen, long: Seen) -> float:
-    """The largest relative difference of a sequence's log-prob, of policy and reference."""
-    if len(stock.logps) != len(long.logps):
-        return float("inf")
-    pairs = zip(stock.logps, long.logps, strict=True)
-    return max((abs(a - b) / abs(a) for one, other in pairs for a, b in zip(one, other, strict=True)), default=0.0)
-
-
-def reference_error(stock: Seen, long: Seen) -> float:
-    """The largest relative difference of a reference log-prob."""
-    if len(stock.reference_logps) != len(long.reference_logps) or not stock.reference_logps:
-        return float("inf")
-    pairs = zip(stock.reference_logps, long.reference_logps, strict=True)
-    return max(abs(a - b) / abs(a) for one, other in pairs for a, b in zip(one, other, strict=True))
-
-
-def gradient_error(stock: Seen, long: Seen) -> float:
-    """The largest, over steps and parameters, norm of the difference by the norm of the whole step's gradient."""
+def _gradient_error(stock: Seen, long: Seen) -> float:
     import torch
 
     if len(stock.gradients) != len(long.gradients) or not stock.gradients:
@@ -264,7 +293,9 @@ def bf16_errors(exact: Seen, rounded: Seen) -> tuple[list[float], list[float]]:
     differences."""
     logps = [
         sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) ** 0.5
-        for one, other in zip(exact.logps, rounded.logps, strict=True)
+        for one, other in zip(
+            [*exact.logps, *exact.reference_logps], [*rounded.logps, *rounded.reference_logps], strict=True
+        )
     ]
     gradients = [
         sum(float((one[name] - other[name].float()).square().sum()) for name in one) ** 0.5

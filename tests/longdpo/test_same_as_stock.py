@@ -1,9 +1,10 @@
-"""answer_logps and shared_prompt change nothing that training computes: losses, log-probs and gradients are stock's."""
+"""The pieces change nothing that training computes: losses, log-probs and gradients are stock's."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -12,23 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.longdpo.runs import (
-    LOSSES,
-    Case,
-    Seen,
-    bf16_errors,
-    gradient_error,
-    logp_error,
-    loss_error,
-    run,
-    times_further,
-)
+from tests.longdpo.conftest import AssertSame
+from tests.longdpo.runs import ASSETS, LOSSES, SAME, Case, Seen, bf16_errors, errors, run, times_further, together
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("the_stack_is_no_garbage")]
 
 LOGPS, PROMPT, BOTH = ("answer_logps",), ("shared_prompt",), ("answer_logps", "shared_prompt")
-SAME = 1e-5  # relative; fp32 sums in another order
 FAMILIES = ("qwen2", "llama", "mistral", "qwen3")
+ALL = bool(os.environ.get("DPOFIT_TEST_ALL"))
 
 
 def chosen_cases() -> Iterator[Case]:
@@ -53,10 +45,13 @@ def all_cases() -> Iterator[Case]:
 
 
 def cases() -> Iterator[tuple[Case, tuple[str, ...]]]:
-    """shared_prompt takes one pair at a time."""
-    for case in all_cases() if os.environ.get("DPOFIT_TEST_ALL") else chosen_cases():
-        for pieces in [LOGPS, PROMPT, BOTH] if case.batch == 1 else [LOGPS]:
-            yield case, pieces
+    """Of every case the two pieces that know of heads and losses alone, and all that it can have together; of Qwen2 and
+    Llama with heads of their own each piece alone (also in test_twenty_steps.py)."""
+    for case in all_cases() if ALL else chosen_cases():
+        every = together(case)
+        each = every if ALL and case.family in ("qwen2", "llama") and case.head == "own" else (*LOGPS, *PROMPT)
+        yield from ((case, (piece,)) for piece in each if piece in every)
+        yield case, every
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +67,21 @@ def stock_run(case: Case, folder: Path) -> Seen:
 @pytest.mark.parametrize(
     ("case", "pieces"), list(cases()), ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value)
 )
-def test_dpo_is_the_same(case: Case, pieces: tuple[str, ...], folder: Path) -> None:
+def test_dpo_is_the_same(case: Case, pieces: tuple[str, ...], folder: Path, assert_same: AssertSame) -> None:
     stock, long = stock_run(case, folder), run(case, pieces, folder)
-    assert len(long.losses) == case.steps * case.accumulation
-    assert loss_error(stock, long) < SAME
-    assert logp_error(stock, long) < SAME
-    assert gradient_error(stock, long) < SAME
+    assert len(long.losses) == len(long.logps) == case.steps * case.accumulation
+    assert_same({(case, pieces): errors(stock, long)})
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_an_epoch_whose_last_step_has_fewer_batches_is_the_same(
+    tuning: str, folder: Path, assert_same: AssertSame
+) -> None:
+    """24 pairs in steps of five: the fifth step has four, and the sixth begins anew."""
+    case = Case(tuning=tuning, accumulation=5, steps=6)
+    stock, long = run(case, (), folder), run(case, together(case), folder)
+    assert len(stock.losses) == 5 * 4 + 4 + 5
+    assert_same({(case, together(case)): errors(stock, long)})
 
 
 @pytest.mark.parametrize("pieces", [(), LOGPS, PROMPT, BOTH], ids="+".join)
@@ -88,13 +92,33 @@ def test_the_first_loss_is_ln_2(pieces: tuple[str, ...], folder: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["kto", "sft"])
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_answer_logps_leaves_other_stages_the_same(stage: str, tuning: str, folder: Path) -> None:
-    case = Case(tuning=tuning, stage=stage, batch=2, accumulation=2, steps=4)
-    stock, long = run(case, (), folder), run(case, LOGPS, folder)
-    assert loss_error(stock, long) < SAME
-    assert gradient_error(stock, long) < SAME
-    for one, other in zip(stock.metrics, long.metrics, strict=True):
-        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+def test_other_stages_are_the_same(stage: str, tuning: str, folder: Path, assert_same: AssertSame) -> None:
+    case = Case(tuning=tuning, stage=stage, batch=2, accumulation=2, steps=20 if ALL else 4)
+    stock = run(case, (), folder)
+    for pieces in (LOGPS, together(case)):
+        long = run(case, pieces, folder)
+        assert_same({(case, pieces): errors(stock, long)})
+        for one, other in zip(stock.metrics, long.metrics, strict=True):
+            assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+
+
+def test_kto_of_unequal_numbers_is_the_same(tmp_path: Path, assert_same: AssertSame) -> None:
+    """Seven wanted answers and two unwanted, three a batch: some batches hold one kind only. The mismatched prompts and
+    answers that the divergence is estimated from are rows of their own, cached too; one is at once an example."""
+    answers = [f"It is {number}." for number in range(1, 8)] + ["No.", "Never."]
+    rows = [
+        {"instruction": f"Name number {number}, please.", "output": answer, "label": number < 7}
+        for number, answer in enumerate(answers)
+    ]
+    rows[1]["instruction"] = rows[2]["instruction"]  # so example 1 is what mismatching makes of example 2
+    described = json.loads((ASSETS / "dataset_info.json").read_text())["smoke_labelled"]
+    (tmp_path / "unequal.json").write_text(json.dumps(rows))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"unequal": {**described, "file_name": "unequal.json"}}))
+    case = Case(stage="kto", batch=3, steps=6, extra=(("dataset_dir", str(tmp_path)), ("dataset", "unequal")))
+    stock, long = run(case, (), tmp_path), run(case, together(case), tmp_path)
+    unwanted = {"rewards/rejected" in metrics for metrics in stock.metrics if "loss" in metrics}
+    assert unwanted == {True, False}, "some batches have an unwanted answer, some have none"
+    assert_same({(case, together(case)): errors(stock, long)})
 
 
 def test_evaluation_is_the_same(folder: Path) -> None:

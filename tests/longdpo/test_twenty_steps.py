@@ -5,53 +5,47 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("the_stack_is_no_garbage")]
 
 torch = pytest.importorskip("torch")
 
-from dpofit.train.longdpo import offload_checkpoints, tiled_mlp  # noqa: E402
-from tests.longdpo.runs import Case, Seen, gradient_error, logp_error, loss_error, reference_error, run  # noqa: E402
+from dpofit.train.longdpo import offload_checkpoints  # noqa: E402
+from tests.longdpo.conftest import AssertSame  # noqa: E402
+from tests.longdpo.runs import Case, Errors, Seen, errors, run  # noqa: E402
 
 ALL = bool(os.environ.get("DPOFIT_TEST_ALL"))
 CASES = {"full": Case(batch=2, accumulation=2), "lora": Case(tuning="lora", batch=2, accumulation=2)}
 PIECES = ("tiled_mlp", "offload_checkpoints", "cached_reference")
 
 
-@pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tiled_mlp, "TILE_TOKENS", 16)  # else the short rows would be one tile
-    yield
-
-
 @functools.cache
-def stock(tuning: str) -> Seen:
+def stock(case: Case) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
-        return run(CASES[tuning], (), Path(folder))
+        return run(case, (), Path(folder))
 
 
 def test_stock_begins_at_ln_2() -> None:
-    losses = stock("full").losses
+    losses = stock(CASES["full"]).losses
     assert len(losses) == 40
     assert losses[0] * 2 == pytest.approx(0.6931472, abs=1e-6)  # half of it: two micro-batches a step
 
 
 @pytest.mark.parametrize("tuning", CASES if ALL else ["full"])
-def test_tiled_mlp(tuning: str, tmp_path: Path) -> None:
-    mine = run(CASES[tuning], ("tiled_mlp",), tmp_path)
-    theirs = stock(tuning)
-    assert max(loss_error(theirs, mine), logp_error(theirs, mine), gradient_error(theirs, mine)) <= 1e-5
+def test_tiled_mlp(tuning: str, tmp_path: Path, assert_same: AssertSame) -> None:
+    case, pieces = CASES[tuning], ("tiled_mlp",)
+    assert_same({(case, pieces): errors(stock(case), run(case, pieces, tmp_path))})
 
 
 @pytest.mark.parametrize("tuning", CASES if ALL else ["full"])
-def test_offload_checkpoints_to_the_bit(tuning: str, tmp_path: Path) -> None:
-    mine = run(CASES[tuning], ("offload_checkpoints",), tmp_path)
-    theirs = stock(tuning)
-    assert (loss_error(theirs, mine), logp_error(theirs, mine), gradient_error(theirs, mine)) == (0, 0, 0)
+def test_offload_checkpoints_to_the_bit(tuning: str, tmp_path: Path, assert_same: AssertSame) -> None:
+    case, pieces = CASES[tuning], ("offload_checkpoints",)
+    found = errors(stock(case), run(case, pieces, tmp_path))
+    assert_same({(case, pieces): found})
+    assert found == Errors(0, 0, 0, 0)
     inputs = offload_checkpoints.layer_inputs(torch.device("cpu"))
     assert inputs.stack.used_bytes == 0, "something is still kept after the last backward"
     assert inputs.stack.held_bytes == 64 * 2**20, "one slab is enough for all these steps"
@@ -61,10 +55,12 @@ def test_offload_checkpoints_to_the_bit(tuning: str, tmp_path: Path) -> None:
     ("tuning", "pieces"),
     [("full", ("cached_reference",)), ("lora", PIECES), *([("lora", ("cached_reference",)), ("full", PIECES)] * ALL)],
 )
-def test_cached_reference_alone_and_with_the_others(tuning: str, pieces: tuple[str, ...], tmp_path: Path) -> None:
-    mine, theirs = run(CASES[tuning], pieces, tmp_path), stock(tuning)
-    assert max(loss_error(theirs, mine), gradient_error(theirs, mine)) <= 1e-5
-    assert reference_error(theirs, mine) <= 1e-5
+def test_cached_reference_alone_and_with_the_others(
+    tuning: str, pieces: tuple[str, ...], tmp_path: Path, assert_same: AssertSame
+) -> None:
+    case = CASES[tuning]
+    mine = run(case, pieces, tmp_path)
+    assert_same({(case, pieces): errors(stock(case), mine)})
     assert mine.models == 1, "a second model was built"
 
 

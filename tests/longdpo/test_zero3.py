@@ -8,6 +8,7 @@ import os
 import pytest
 
 from tests.guard.ranks import run_ranks, values
+from tests.longdpo.conftest import AssertSame
 from tests.longdpo.runs import Case
 from tests.longdpo.zero3 import Compared, compare_all
 
@@ -53,10 +54,12 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, tuple
     ]
 
 
-def test_losses_log_probs_and_gradients_are_stocks(compared: list[tuple[Case, tuple[str, ...], Compared]]) -> None:
-    """The reference of a trained head is stock code without ZeRO-3, under which it does not start."""
-    worst = {f"{case} {pieces}": max(found.loss, found.logps, found.gradients) for case, pieces, found in compared}
-    assert {what: error for what, error in worst.items() if not error < 1e-5} == {}
+def test_losses_log_probs_and_gradients_are_stocks(
+    compared: list[tuple[Case, tuple[str, ...], Compared]], assert_same: AssertSame
+) -> None:
+    """What a trained head is compared with is stock code without ZeRO-3, under which it does not start."""
+    for rank in (compared[: len(compared) // 2], compared[len(compared) // 2 :]):
+        assert_same({(case, pieces): found.errors for case, pieces, found in rank})
 
 
 def test_the_first_loss_is_ln_2(compared: list[tuple[Case, tuple[str, ...], Compared]]) -> None:

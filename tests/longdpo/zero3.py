@@ -11,7 +11,7 @@ from typing import Any
 from dpofit.trace.sequence import record_sequence
 from dpofit.train import hooks
 from dpofit.train.hooks import Hook
-from tests.longdpo.runs import Case, Seen, gradient_error, logp_error, loss_error, run
+from tests.longdpo.runs import Case, Errors, Seen, errors, run
 
 OWNER = "zero3-test"
 DEEPSPEED = {
@@ -30,28 +30,29 @@ class Compared:
     """What one rank found for one case and one choice of pieces."""
 
     first_loss: float
-    loss: float
-    logps: float
-    gradients: float
+    errors: Errors
     head_gathers: tuple[int, int]  # in the last micro-step: with stock code, with the pieces
     head_reductions: tuple[int, int]
 
 
-def compare_all(folder: str, asked: Sequence[tuple[Case, Sequence[Collection[str]]]]) -> list[list[Compared]]:
-    """Every case with stock code and then with each choice of pieces, one after the other on these ranks."""
+def compare_all(
+    folder: str, asked: Sequence[tuple[Case, Sequence[Collection[str]]]], zero3: bool = True
+) -> list[list[Compared]]:
+    """Every case with stock code and then with each choice of pieces, one after the other on these ranks; without
+    ZeRO-3 they are plain data-parallel ones."""
     from tests.guard import stack  # noqa: F401
 
     mine = Path(folder) / os.environ["RANK"]
     mine.mkdir(parents=True, exist_ok=True)
     results = []
     for case, choices in asked:
-        stock, stock_head = _run(case, (), mine, zero3=case.head != "trained")
+        stock, stock_head = _run(case, (), mine, zero3 and case.head != "trained")
         row = []
         for pieces in choices:
-            long, head = _run(case, pieces, mine)
+            long, head = _run(case, pieces, mine, zero3)
             row.append(
                 Compared(
-                    stock.losses[0], loss_error(stock, long), logp_error(stock, long), gradient_error(stock, long),
+                    stock.losses[0], errors(stock, long),
                     (stock_head.gathers, head.gathers), (stock_head.reductions, head.reductions),
                 )
             )  # fmt: skip
@@ -67,7 +68,7 @@ class Head:
     reductions: int = 0
 
 
-def _run(case: Case, pieces: Collection[str], folder: Path, zero3: bool = True) -> tuple[Seen, Head]:
+def _run(case: Case, pieces: Collection[str], folder: Path, zero3: bool) -> tuple[Seen, Head]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
