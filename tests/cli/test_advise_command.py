@@ -6,16 +6,7 @@ import jsonschema
 import pytest
 
 from dpofit.recipe.long_context import PIECES
-
-INTEGER, NUMBER, TEXT = {"type": "integer"}, {"type": "number"}, {"type": "string"}
-MAYBE_INTEGER = {"type": ["integer", "null"]}
-VERDICT = {"enum": ["fits", "tight", "oom"]}
-MAYBE_VERDICT = {"enum": ["fits", "tight", "oom", None]}
-
-
-def fields(**properties: object) -> dict:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
+from tests.cli.schema import INTEGER, MAYBE_INTEGER, MAYBE_VERDICT, NUMBER, TEXT, VERDICT, fields
 
 SPACES = {
     "gpu": fields(capacity_bytes=INTEGER, peak_bytes=INTEGER, high_bytes=INTEGER, allocated_bytes=INTEGER),

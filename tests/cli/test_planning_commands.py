@@ -9,19 +9,10 @@ import pytest
 
 from dpofit.memory.program import PHASES
 from dpofit.recipe.catalogue import newest, recipe_files
+from tests.cli.schema import INTEGER, MAYBE_INTEGER, MAYBE_VERDICT, NUMBER, TEXT, VERDICT, fields
 
 # tests/catalogue/test_fits.py predicts every recipe; here the families the project began with
 NAMES = [file.full_name for file in newest(recipe_files()) if file.family.startswith("qwen2.5-7")]
-INTEGER, NUMBER, TEXT = {"type": "integer"}, {"type": "number"}, {"type": "string"}
-MAYBE_INTEGER = {"type": ["integer", "null"]}
-VERDICT = {"enum": ["fits", "tight", "oom"]}
-MAYBE_VERDICT = {"enum": ["fits", "tight", "oom", None]}
-
-
-def fields(**properties: object) -> dict:
-    return {"type": "object", "properties": properties, "required": list(properties)}
-
-
 PREDICT = fields(
     schema={"const": "dpofit.predict/1"},
     verdict=VERDICT,

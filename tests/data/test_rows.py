@@ -10,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import dpofit.data.rows as module
-from dpofit.data.rows import LoadFailure, first_chunk_lines, is_json_lines, read_rows
+import dpofit.data.json_rows as module
+from dpofit.data.json_rows import first_chunk_lines, is_json_lines
+from dpofit.data.loading import LoadFailure
+from dpofit.data.rows import read_rows
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 ROWS = st.lists(st.dictionaries(TEXT, st.one_of(TEXT, st.lists(TEXT, max_size=2), st.none()), max_size=3), min_size=1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
-from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -28,25 +26,11 @@ if transformers.__version__.startswith("4."):
 from deepspeed.comm.torch import TorchBackend  # noqa: E402
 from transformers import Qwen2ForCausalLM  # noqa: E402, F401
 
+from dpofit.train.cpu import COLLECTIVES, at_once  # noqa: E402
 
-def _finish_before_returning(name: str) -> None:
-    # DeepSpeed waits for the last of several all-gathers only (0.18.4 partition_parameters.py:1968): enough for a CUDA
-    # stream, a race with gloo's two threads. Waiting at once changes no result, only makes it come out every time.
-    stock = getattr(TorchBackend, name)
-
-    @functools.wraps(stock)
-    def waited(*args: Any, **kwargs: Any) -> Any:
-        handle = stock(*args, **kwargs)
-        if hasattr(handle, "wait"):
-            handle.wait()
-        return handle
-
-    setattr(TorchBackend, name, waited)
-
-
-for _name in ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor", "broadcast", "reduce"):
+for _name in COLLECTIVES:
     if hasattr(TorchBackend, _name):
-        _finish_before_returning(_name)
+        setattr(TorchBackend, _name, at_once(getattr(TorchBackend, _name)))
 
 import llamafactory.train.tuner  # noqa: E402, F401
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from dpofit.data.convert import Lost, Pair, convert
 from dpofit.data.duplicates import PairHashes
+from dpofit.data.json_rows import first_chunk_lines
 from dpofit.data.kinds import ColumnKinds, Conflict
 from dpofit.data.lengths import LengthTable
+from dpofit.data.loading import Advance, LoadFailure, Row
 from dpofit.data.remarks import PairRemarks
-from dpofit.data.rows import CSV_CHUNK_ROWS, Advance, LoadFailure, Row, first_chunk_lines, read_rows
+from dpofit.data.rows import CSV_CHUNK_ROWS, read_rows
 from dpofit.data.sample import Reservoir
 from dpofit.data.spec import Dataset
 from dpofit.data.suggest import canonical

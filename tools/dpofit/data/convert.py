@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dpofit.data.rows import Row
+from dpofit.data.loading import Row
 from dpofit.data.spec import Spec
 
 USER, ASSISTANT, SYSTEM, FUNCTION, OBSERVATION = "user", "assistant", "system", "function", "observation"

@@ -16,7 +16,8 @@ import numpy as np
 
 from dpofit.data.check import UNUSABLE, Pass, read_pair
 from dpofit.data.convert import ASSISTANT, FUNCTION, OBSERVATION, USER, Message, Pair
-from dpofit.data.rows import Advance, LoadFailure, Row, read_rows
+from dpofit.data.loading import Advance, LoadFailure, Row
+from dpofit.data.rows import read_rows
 from dpofit.data.spec import DATASET_INFO, Dataset, Spec
 from dpofit.data.tokens import Counter
 from dpofit.errors import BadInput, Problem

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dpofit.data.check import EXAMPLES, FileFacts, Pass, Tally
+from dpofit.data.check import EXAMPLES, Pass, Tally
 from dpofit.data.checks import CHECKS, DataFinding, found
+from dpofit.data.declared import NOTHING_SUGGESTED, READ_ALL, declaration_findings, format_unknown, groups
 from dpofit.data.duplicates import near_copies
 from dpofit.data.kinds import ABSENT, Conflict
 from dpofit.data.quality import LONGER_SHARE, SEPARABLE_SHARE, TINY_EDIT_SHARE, LengthBias, PolicyView, edits, style
-from dpofit.data.rows import Row
-from dpofit.data.spec import Dataset, Spec
-from dpofit.data.suggest import suggest
 from dpofit.findings import Evidence
 
 # Reasons for which convert() gives no pair; the rest of the tallies are about usable pairs.
 ANSWER_REASONS = ("answer-missing", "answer-shape", "not-ranked")
-READ_ALL = "every row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +54,14 @@ def _file_findings(run: Pass) -> Iterator[DataFinding]:
             yield found("load-failed", seen, READ_ALL, {"why": failure.why}, fix=failure.fix)
         for conflict in facts.conflicts:
             yield _conflict(conflict)
-    for group in _groups(run):
+    for group in groups(run):
         if group.rows and group.unknown:
-            yield _format_unknown(group)
+            yield format_unknown(group)
             return
         if group.rows:
-            yield from _declaration(group)
+            yield from declaration_findings(group)
     if run.rows and not run.pairs:
-        entry = next((entry for group in _groups(run) if (entry := group.suggested)), NOTHING_SUGGESTED)
+        entry = next((entry for group in groups(run) if (entry := group.suggested)), NOTHING_SUGGESTED)
         fix = entry.text or "Give each row a prompt, a chosen and a rejected answer."
         seen = (Evidence(run.files[0].path.name, f"{run.rows:,} rows"),)
         yield found("no-usable-rows", seen, READ_ALL, rows=run.rows, fix=fix, entry=entry.entry)
@@ -80,114 +76,6 @@ def _conflict(conflict: Conflict) -> DataFinding:
     return found("mixed-types", (first, second), READ_ALL, words)
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
-    """A fix by mapping, and the dataset_info.json entry that it is."""
-
-    text: str
-    entry: Mapping[str, Any] | None
-
-
-NOTHING_SUGGESTED = Mapped("", None)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The files of one data set, together."""
-
-    dataset: Dataset
-    rows: int
-    columns: frozenset[str]
-    first_rows: tuple[Row, ...]
-
-    @property
-    def unknown(self) -> bool:
-        """Whether nothing declares the format, and no mapping that dpofit knows gives pairs."""
-        return self.dataset.declared_in is None and self.suggested.entry is None
-
-    @property
-    def listed(self) -> str:
-        """The columns that the rows have."""
-        return ", ".join(sorted(column for column in self.columns if "." not in column and "[" not in column))
-
-    @property
-    def suggested(self) -> Mapped:
-        """The mapping or rewriting under which the first rows give pairs."""
-        suggestion = suggest(self.first_rows)
-        if suggestion is None:
-            return NOTHING_SUGGESTED
-        share = f"{suggestion.pairs:,} of the first {suggestion.rows:,} rows"
-        if suggestion.rewrites:
-            text = (
-                f"No mapping can express these rows, but {share} can be rewritten into pairs: dpofit data … --fix OUT."
-            )
-            return Mapped(text, None)
-        first = self.dataset.files[0]
-        entry = {
-            self.dataset.name: suggestion.spec.entry(first.name if len(self.dataset.files) == 1 else first.parent.name)
-        }
-        return Mapped(f"This entry of dataset_info.json gives pairs from {share}: {json.dumps(entry)}", entry)
-
-
-def _groups(run: Pass) -> list[Group]:
-    by_dataset: dict[int, list[FileFacts]] = {}
-    for facts in run.files:
-        by_dataset.setdefault(id(facts.dataset), []).append(facts)
-    return [
-        Group(
-            files[0].dataset,
-            sum(facts.rows for facts in files),
-            frozenset().union(*(facts.columns for facts in files)),
-            tuple(row for facts in files for row in facts.first_rows)[:1000],
-        )
-        for files in by_dataset.values()
-    ]
-
-
-def _format_unknown(group: Group) -> DataFinding:
-    seen = (Evidence(group.dataset.files[0].name, f"rows have: {group.listed}"),)
-    fix = group.suggested.text or "Name the columns of prompt, chosen and rejected in a dataset_info.json entry."
-    return found("format-unknown", seen, "the first 1,000 rows", rows=group.rows, fix=fix)
-
-
-def _declaration(group: Group) -> Iterator[DataFinding]:
-    dataset, spec, mapped = group.dataset, group.dataset.spec, group.suggested
-    where = f"{dataset.declared_in.name if dataset.declared_in else 'guessed'}: {dataset.name}"
-    if dataset.declared_in is None:
-        seen = (Evidence(dataset.name, spec.formatting),)
-        yield found("format-guessed", seen, "the first 1,000 rows", fix=mapped.text, entry=mapped.entry)
-    if not spec.ranking:
-        yield found("not-ranked", (Evidence(where, f"ranking: {spec.ranking}"),), READ_ALL)
-    elif spec.ranking is not True:
-        value = repr(spec.ranking)
-        yield found("ranking-not-boolean", (Evidence(where, f"ranking: {value}"),), READ_ALL, {"value": value})
-    if dataset.unknown_keys:
-        keys = ", ".join(dataset.unknown_keys)
-        yield found("info-unknown-key", (Evidence(where, keys),), READ_ALL, {"keys": keys})
-    if spec.kto_tag and any(isinstance(row.get(spec.kto_tag), bool) for row in group.first_rows):
-        yield found("kto-rows", (Evidence(where, f"kto_tag: {spec.kto_tag}"),), READ_ALL, {"column": spec.kto_tag})
-    for absent in absent_columns(spec, group.columns):
-        fix = mapped.text or f"Name one of the columns the rows have: {group.listed}."
-        seen = (Evidence(where, f"rows have: {group.listed}"),)
-        yield found("column-absent", seen, READ_ALL, {"column": absent}, group.rows, fix, mapped.entry)
-    if spec.formatting == "openai":
-        yield found("openai-system", (Evidence(where, "formatting: openai"),), READ_ALL)
-
-
-def absent_columns(spec: Spec, columns: Set[str]) -> list[str]:
-    """Keys the converter looks up that no row has: a KeyError in the first row."""
-    absent = [name for name in spec.columns_used() if name not in columns]
-    if spec.ranking:
-        absent += [f"{key} (not named in `columns`)" for key in ("chosen", "rejected") if getattr(spec, key) is None]
-    if spec.formatting != "alpaca":
-        parents = [f"{spec.messages}[]", spec.chosen or "", spec.rejected or ""]
-        for parent in parents:
-            has_keys = any(column.startswith(f"{parent}.") for column in columns)
-            tags = (spec.role_tag, spec.content_tag)
-            absent += [f"{parent}.{tag}" for tag in tags if has_keys and f"{parent}.{tag}" not in columns]
-    return absent
-
-
 def _row_findings(run: Pass, skip_lost: bool) -> Iterator[DataFinding]:
     for check_id, tally in run.tallies.items():
         if check_id.startswith("cutoff-") or (skip_lost and check_id in ANSWER_REASONS):
@@ -196,7 +84,7 @@ def _row_findings(run: Pass, skip_lost: bool) -> Iterator[DataFinding]:
             continue  # said once for the data set
         mapped = NOTHING_SUGGESTED
         if check_id in ("answer-shape", "role-tags"):
-            mapped = next((m for group in _groups(run) if (m := group.suggested).text), NOTHING_SUGGESTED)
+            mapped = next((m for group in groups(run) if (m := group.suggested).text), NOTHING_SUGGESTED)
         general = "Write the answers as the format wants them, and the tags as the data has them."
         fix = (mapped.text or general) if check_id in ("answer-shape", "role-tags") else ""
         yield _tallied(check_id, tally, run.rows, fix, entry=mapped.entry)

@@ -11,10 +11,10 @@ from pathlib import Path
 from dpofit.data.check import Pass, first_rows, total_bytes
 from dpofit.data.checks import DataFinding
 from dpofit.data.fix import FixPlan, FixReport, write_fixed
+from dpofit.data.loading import Advance
 from dpofit.data.policy import read_policy_view
 from dpofit.data.remarks import PairRemarks
 from dpofit.data.report import Context, findings
-from dpofit.data.rows import Advance
 from dpofit.data.source import PEEK_ROWS, Source, find_source
 from dpofit.data.spec import Dataset
 from dpofit.data.suggest import suggest

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpofit.data.rows import Row
+from dpofit.data.loading import Row
 from dpofit.data.spec import DATASET_INFO, Dataset, declaration_of, declared_datasets, file_problems, files_of
 from dpofit.data.suggest import CANONICAL, suggest
 from dpofit.data.templates import Thinking

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dpofit.data.convert import Pair, convert
-from dpofit.data.rows import Row
+from dpofit.data.loading import Row
 from dpofit.data.spec import Spec
 
 # Names that public preference data sets use, best first.

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dpofit.errors import BadInput, Problem
@@ -66,7 +66,7 @@ def read_start(text: str, environment: Mapping[str, str], folder: Path = Path(".
         raise BadInput(Problem("command line", "--start", f"{text!r} is not a way to start that is known", right))
     options = _options(rest)
     build = {"deepspeed": _deepspeed, "accelerate": _accelerate}.get(launcher, _torchrun)
-    return build(launcher, options, env, hangup, tuple(words), folder)
+    return build(Start(launcher, env, hangup=hangup, words=tuple(words)), options, folder)
 
 
 def start_of_environment(environment: Mapping[str, str]) -> Start:
@@ -83,43 +83,28 @@ def closable_terminal(environment: Mapping[str, str]) -> bool:
     return os.isatty(0) and not {"TMUX", "STY"} & set(environment)
 
 
-def _torchrun(
-    launcher: str,
-    options: Mapping[str, str],
-    env: Mapping[str, str],
-    hangup: bool,
-    words: tuple[str, ...],
-    folder: Path,
-) -> Start:
-    if launcher in ("llamafactory-cli", "dpofit"):
-        return Start(
-            launcher, env, processes=_int(env.get("NPROC_PER_NODE")), nodes=_int(env.get("NNODES")),
-            node_rank=_int(env.get("NODE_RANK")), master_port=_int(env.get("MASTER_PORT")), hangup=hangup, words=words,
+def _torchrun(start: Start, options: Mapping[str, str], folder: Path) -> Start:
+    env = start.environment
+    if start.launcher in ("llamafactory-cli", "dpofit"):
+        return replace(
+            start, processes=_int(env.get("NPROC_PER_NODE")), nodes=_int(env.get("NNODES")),
+            node_rank=_int(env.get("NODE_RANK")), master_port=_int(env.get("MASTER_PORT")),
         )  # fmt: skip
-    if launcher == "python":
-        return Start(launcher, env, processes=1, hangup=hangup, words=words)
+    if start.launcher == "python":
+        return replace(start, processes=1)
     wanted = options.get("nproc_per_node", env.get("PET_NPROC_PER_NODE", "1"))
-    return Start(
-        launcher, env,
-        processes=_int(wanted) if wanted not in ("auto", "gpu") else None,
+    return replace(
+        start, processes=_int(wanted) if wanted not in ("auto", "gpu") else None,
         nodes=_int(options.get("nnodes", "1").rpartition(":")[2]),
-        node_rank=_int(options.get("node_rank")), master_port=_int(options.get("master_port")), hangup=hangup,
-        words=words,
+        node_rank=_int(options.get("node_rank")), master_port=_int(options.get("master_port")),
     )  # fmt: skip
 
 
-def _accelerate(
-    launcher: str,
-    options: Mapping[str, str],
-    env: Mapping[str, str],
-    hangup: bool,
-    words: tuple[str, ...],
-    folder: Path,
-) -> Start:
+def _accelerate(start: Start, options: Mapping[str, str], folder: Path) -> Start:
     config: dict = {}
     if "config_file" in options:
         config = _yaml(folder / options["config_file"])
-    env = dict(env)
+    env = dict(start.environment)
     chosen = options.get("gpu_ids", config.get("gpu_ids"))
     if chosen not in (None, "all"):
         env["CUDA_VISIBLE_DEVICES"] = str(chosen)  # accelerate commands/launch.py: gpu_ids becomes the variable
@@ -128,26 +113,22 @@ def _accelerate(
     rank = options.get("machine_rank", config.get("machine_rank", 0 if nodes == 1 else None))
     port = _int(options.get("main_process_port", config.get("main_process_port")))
     per_node = None if total is None else max(1, total // nodes)
-    return Start(launcher, env, per_node, total, nodes, _int(rank), master_port=port, hangup=hangup, words=words)
+    return replace(
+        start, environment=env, processes=per_node, total_processes=total, nodes=nodes, node_rank=_int(rank),
+        master_port=port,
+    )  # fmt: skip
 
 
-def _deepspeed(
-    launcher: str,
-    options: Mapping[str, str],
-    env: Mapping[str, str],
-    hangup: bool,
-    words: tuple[str, ...],
-    folder: Path,
-) -> Start:
+def _deepspeed(start: Start, options: Mapping[str, str], folder: Path) -> Start:
     filtered = bool({"include", "exclude", "num_gpus", "num_nodes"} & set(options))
     slots = None
     if match := re.search(r"(?:^|@)(?:localhost|127\.0\.0\.1):([0-9,]+)", options.get("include", "")):
         slots = tuple(int(number) for number in match[1].split(",") if number)
     hosts = _hostfile(folder / options["hostfile"]) if "hostfile" in options else {}
     processes = len(slots) if slots is not None else _int(options.get("num_gpus"))
-    return Start(
-        launcher, env, processes, nodes=len(hosts) or _int(options.get("num_nodes")) or 1, slots=slots,
-        filtered=filtered, hosts=hosts, master_port=_int(options.get("master_port")), hangup=hangup, words=words,
+    return replace(
+        start, processes=processes, nodes=len(hosts) or _int(options.get("num_nodes")) or 1, slots=slots,
+        filtered=filtered, hosts=hosts, master_port=_int(options.get("master_port")),
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def prepare(uses_deepspeed: bool) -> None:
 
         # A shared-memory all-reduce that would be compiled for nothing: gloo does the work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    in_order = [hooks.Hook(OWNER, f"deepspeed.comm.torch:TorchBackend.{name}", _at_once) for name in COLLECTIVES]
+    in_order = [hooks.Hook(OWNER, f"deepspeed.comm.torch:TorchBackend.{name}", at_once) for name in COLLECTIVES]
     hooks.install(
         [
             *(in_order if uses_deepspeed else ()),
@@ -49,7 +49,7 @@ def prepare(uses_deepspeed: bool) -> None:
     )
 
 
-def _at_once(stock: Callable[..., Any]) -> Callable[..., Any]:
+def at_once(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The collective has finished when it returns; its handle can still be waited for."""
 
     @functools.wraps(stock)
