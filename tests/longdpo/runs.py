@@ -21,7 +21,7 @@ from dpofit.train.hooks import Hook
 OWNER = "longdpo-test"
 ASSETS = Path(__file__).parents[2] / "tools" / "dpofit" / "launch" / "smoke_assets"
 CHUNK_POSITIONS = 5  # of the product's 512: answers here have tens of tokens, which shall take several chunks
-TILE_TOKENS = 16  # of its 4,096, so that a row is several tiles
+TILE_TOKENS = 32  # of its 4,096, so that a batch is several tiles
 SAME = 1e-5  # relative; fp32 sums in another order
 DATASETS = {"dpo": "smoke_pairs", "kto": "smoke_labelled", "sft": "smoke_answers"}
 LOSSES: dict[str, dict[str, Any]] = {

@@ -37,19 +37,25 @@ def chosen_cases() -> Iterator[Case]:
 
 def all_cases() -> Iterator[Case]:
     heads = [("full", "own"), ("full", "tied"), ("lora", "own"), ("lora", "tied"), ("lora", "trained")]
-    sizes = itertools.cycle([(1, 1), (2, 1), (1, 2), (2, 2)])
-    for family, (tuning, head), loss in itertools.product(FAMILIES, heads, LOSSES):
-        for _ in range(2):
-            batch, accumulation = next(sizes)
+    sizes = [(1, 1), (2, 2), (1, 2), (2, 1)]  # of batch and accumulation; another one for each neighbour
+    for places in itertools.product(*map(enumerate, (FAMILIES, heads, LOSSES))):
+        (_, family), (_, (tuning, head)), (_, loss) = places
+        first = sum(place for place, _ in places)
+        for size in range(first, first + (2 if closely(family, head) else 1)):
+            batch, accumulation = sizes[size % len(sizes)]
             yield Case(family, tuning, head, loss=loss, batch=batch, accumulation=accumulation)
 
 
+def closely(family: str, head: str) -> bool:
+    """Two families with heads of their own are tried with batches of one and of two pairs, each piece alone too."""
+    return family in ("qwen2", "llama") and head == "own"
+
+
 def cases() -> Iterator[tuple[Case, tuple[str, ...]]]:
-    """Of every case the two pieces that know of heads and losses alone, and all that it can have together; of Qwen2 and
-    Llama with heads of their own each piece alone (also in test_twenty_steps.py)."""
+    """Of every case the two pieces that know of heads and losses alone, and all that it can have together."""
     for case in all_cases() if ALL else chosen_cases():
         every = together(case)
-        each = every if ALL and case.family in ("qwen2", "llama") and case.head == "own" else (*LOGPS, *PROMPT)
+        each = every if ALL and closely(case.family, case.head) else (*LOGPS, *PROMPT)
         yield from ((case, (piece,)) for piece in each if piece in every)
         yield case, every
 

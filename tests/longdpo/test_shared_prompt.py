@@ -119,45 +119,6 @@ def test_no_mask_as_large_as_the_row_squared_is_made(tmp_path: Path) -> None:
     assert (2, 1, 208, 208) in stock.shapes  # its padding mask: the watch can see
 
 
-def test_flash_attention_is_called_twice_without_mask_or_positions(tmp_path: Path, monkeypatch: Any) -> None:
-    """Through transformers' own flash code, with its kernel's documented meaning in place of the kernel: causal masks
-    are aligned to the lower right (flash-attn 2.1 and later). The kernel itself needs a GPU and was not run."""
-    import torch
-    from transformers import AutoModelForCausalLM, modeling_flash_attention_utils
-
-    from dpofit.train import longdpo
-    from dpofit.train.longdpo.shared_row import shared_row
-    from tests.longdpo.runs import make_model
-
-    calls = []
-
-    def flash(q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None, **_: Any) -> Any:
-        calls.append((q.shape[1], k.shape[1], causal))
-        query, key, value = (states.transpose(1, 2) for states in (q, k, v))
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, scale=softmax_scale, enable_gqa=True
-        ).transpose(1, 2)
-
-    monkeypatch.setattr(
-        modeling_flash_attention_utils, "lazy_import_flash_attention",
-        lambda *args, **kwargs: ((flash, None, None, None, None), lambda query_length, key_length, **k: {
-            "causal": k["is_causal"], "softmax_scale": k["softmax_scale"]}),
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(make_model(Case(), tmp_path)).model
-    ids, mask = padded([3, 4, 5, 6, 7], [3, 4, 5, 8])
-    row = shared_row(ids, mask)
-    stock = model(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
-    longdpo.install(PROMPT)
-    try:
-        model.config._attn_implementation = "flash_attention_2"
-        states = model(input_ids=ids, attention_mask=mask, shared_prompt=row).last_hidden_state
-    finally:
-        longdpo.install(())
-    assert calls == [(5, 5, True), (1, 4, True)] * 2  # two layers
-    torch.testing.assert_close(states, stock, rtol=1e-5, atol=1e-5)
-
-
 REFUSED = {
     "mistral with a window": ("mistral", {"sliding_window": 4096}, "sliding_window: is in use"),
     "qwen2 with a window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, "sliding_window: is in use"),
