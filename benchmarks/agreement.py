@@ -37,6 +37,7 @@ ZERO = {
     "z0": ZeroConfig("z0", 0),
     "z1": ZeroConfig("z1", 1),
     "z2": ZeroConfig("z2", 2, overlap_comm=False),
+    "z2_round_robin": ZeroConfig("z2_round_robin", 2, overlap_comm=False, round_robin_gradients=True),
     "z2_offload": ZeroConfig("z2_offload", 2, offload_optimizer="cpu", optimizer_pin_memory=True),
     "z3": ZeroConfig(
         "z3", 3, reduce_bucket_size="auto", prefetch_bucket_size="auto", param_persistence_threshold="auto"
@@ -105,6 +106,8 @@ def grid() -> Iterator[Point]:
         for zero in ("z2", "z2_offload", "z3", "z3_offload"):
             for liger in (False, True):
                 yield Point(model, finetuning=finetuning, zero=zero, liger=liger)
+        for stage in ("dpo", "rm"):
+            yield Point(model, stage=stage, finetuning=finetuning, zero="z2_round_robin")
         yield Point(model, finetuning=finetuning, pure_bf16=True, optim="adamw_torch")
         for zero in ("none", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"):
             yield Point(model, finetuning=finetuning, zero=zero, recipe=(("gradient_accumulation", 2),))

@@ -32,6 +32,13 @@ POINTS = {
     "rm, ZeRO-3": {"stage": "rm", "zero": "z3"},
     "rm, ZeRO-3, adapters": {"stage": "rm", "zero": "z3", "finetuning": "lora"},
     "rm, ZeRO-2: a head without a gradient": {"stage": "rm", "zero": "z2"},
+    "rm, ZeRO-2, round robin: gradients come with the flush that touches a partition": {
+        "model": "Qwen/Qwen2.5-7B",
+        "stage": "rm",
+        "zero": "z2_round_robin",
+        "checkpointing": "none",
+        "liger": True,
+    },
     "kto, ZeRO-3, no checkpointing: layers stay gathered": {
         "stage": "kto",
         "zero": "z3",

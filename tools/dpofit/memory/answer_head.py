@@ -5,7 +5,7 @@ Models dpofit.train.longdpo.answer_logps and answer_head. `n` below is the posit
 
 from __future__ import annotations
 
-from dpofit.memory.head import LOGITS, LOGITS_GRADIENT, HeadSpec
+from dpofit.memory.head import LOGITS, HeadSpec
 from dpofit.memory.spec import BF16, FP32, LayerSpec
 from dpofit.memory.tape import Storage, Tape, Value
 from dpofit.train.longdpo import CHUNK_POSITIONS
@@ -45,7 +45,6 @@ def _head(spec: LayerSpec, tape: Tape, x: Value, name: str, answers: int, waitin
     _chunks(tape, answers, model.vocab_size)
 
     def backward(grad: Storage) -> None:
-        tape.temporary(LOGITS_GRADIENT, answers * FP32, LOGITS)  # of what the model returns: ZeRO-1/2's buckets appear
         tape.mark("pre_backward", name)
         grad_x = (
             tape.new("answer_states.grad_fp32", answers * width * FP32, "activation_grads") if x.needs_grad else None

@@ -2,7 +2,7 @@
 
 `decide` says what happens at every mark; it does not depend on lengths, so one decision serves a step of any length.
 `lay` writes the events. Sources: deepspeed 0.18.4 runtime/zero/stage3.py:1327-1418 (buckets),
-runtime/comm/coalesced_collectives.py (reduce_scatter_coalesced), runtime/zero/stage_1_and_2.py:1028-1075.
+runtime/comm/coalesced_collectives.py (reduce_scatter_coalesced); of ZeRO-1/2 see memory/partition.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from dpofit.memory.layerwise import StepInBackward
 from dpofit.memory.part import Part
+from dpofit.memory.partition import BUCKETS, PARTITION, PartitionReducer
 from dpofit.memory.program import Event, Repeat
-from dpofit.memory.spec import BF16, FP32
+from dpofit.memory.spec import BF16
 from dpofit.memory.tape import Mark
 from dpofit.memory.zero3 import (
     LAYER_STRIDE,
@@ -30,8 +31,6 @@ from dpofit.memory.zero3 import (
     untraced,
 )
 
-# Bytes an element of looking for overflow (stage_1_and_2.py _has_inf_or_nan): fp32, three masks, fp32 again
-CHECK = FP32 + 3 + FP32
 FETCHES = ("pre", "pre_backward")
 NOBODY = LAYER_STRIDE - 1  # a module without parameters
 OUTSIDE = frozenset({"embed_tokens", "norm", "lm_head"})
@@ -57,9 +56,9 @@ class Engine:
 
 class Effect(NamedTuple):
     """One change of a storage at a mark. `where` is the module, relative to the layer the mark stands in when both lie
-    inside the stack (`absolute` False). Those after the first three come and go."""
+    inside the stack (`absolute` False). Those of `_PASSING` come and go, others stay under their own name."""
 
-    kind: str  # gather, flat, grad; copy, upload, check, update
+    kind: str  # gather, flat, grad; of _PASSING; of _STAYING
     size_bytes: int
     where: int
     absolute: bool
@@ -67,18 +66,17 @@ class Effect(NamedTuple):
 
 @dataclass(slots=True)
 class Reducer:
-    """The gradient bucket of ZeRO-2 and 3: small gradients are copied into the buffer, one larger than the bucket
-    keeps its own storage until the next gradient flushes it. `checks`: gradients are looked through for overflow."""
+    """The gradient bucket of ZeRO-3: small gradients are copied into the buffer, one larger than the bucket keeps its
+    own storage until the next gradient flushes it."""
 
     bucket_elements: int
     world_size: int
-    checks: bool = False
     filled: int = 0
     waiting: list[tuple[int, int]] = field(default_factory=list)  # (module, bytes) still in their own storage
     tensors: list[int] = field(default_factory=list)  # elements of each gradient in the bucket
 
     def add(self, module: int, elements: int, size_bytes: int) -> list[tuple[int | str, int]]:
-        """(module, bytes): that gradient is freed; a copy of the bucket or a check come and go."""
+        """(module, bytes): that gradient is freed; a copy of the bucket comes and goes."""
         done: list[tuple[int | str, int]] = []
         if self.filled and self.filled + elements > self.bucket_elements:
             done += self.flush()
@@ -103,14 +101,12 @@ class Reducer:
         done: list[tuple[int | str, int]] = []
         if self.tensors and not (len(self.tensors) == 1 and self.tensors[0] % self.world_size == 0):
             done.append(("copy", self.filled * BF16))
-        if self.tensors and self.checks:
-            done.append(("check", max(self.tensors) * CHECK))
         done += self.waiting
         self.waiting, self.tensors, self.filled = [], [], 0
         return done
 
 
-Taker = Reducer | StepInBackward  # of gradients, as they appear
+Taker = Reducer | PartitionReducer | StepInBackward  # of gradients, as they appear
 Decision = tuple[tuple[Effect, ...], ...]  # for each mark of a part
 
 
@@ -296,7 +292,7 @@ def _moved(action: Action, base: int) -> Iterator[Effect]:
 def _reduced(done: Sequence[tuple[int | str, int]], base: int) -> Iterator[Effect]:
     for what, size_bytes in done:
         if isinstance(what, str):
-            yield Effect(what, size_bytes, 0, False)
+            yield Effect(what, size_bytes, 0, what not in _PASSING)
         else:
             yield _effect("grad", -size_bytes, what, base)
 
@@ -364,8 +360,17 @@ def _of_layer(event: Event, layer: int) -> Event:
     return Event(f"{event.tag}#{layer + event.shift}", event.size_bytes, event.category, event.space, event.stream)
 
 
-_CATEGORY = {"gather": "gathered", "flat": "gathered", "grad": "gradients"}
+def reduced_after(gradients: Sequence[tuple[int, int]], reducer: Taker, decisions: Decisions) -> list[Event]:
+    """What reducing these (module, elements) does, one after another, when all of them are there."""
+    done: list[tuple[int | str, int]] = []
+    for module, elements in gradients:
+        done += reducer.add(module, elements, elements * BF16)
+    done += reducer.flush()
+    return [event for effect in _reduced(done, 0) for event in _events(effect, "policy", decisions)]
 
+
+_CATEGORY = {"gather": "gathered", "flat": "gathered", "grad": "gradients"}
+_STAYING = {BUCKETS: ("buckets", "compute"), PARTITION: ("gradients", "reduce")}
 
 _PASSING = {
     "copy": ("reduce_copy", "buckets"),
@@ -380,6 +385,9 @@ def _events(effect: Effect, engine: str, decisions: Decisions) -> list[Event]:
         tag, category = _PASSING[effect.kind]
         copy = Event(tag, effect.size_bytes, category, "gpu", "reduce" if decisions.overlap else "compute")
         return [copy, copy._replace(size_bytes=-copy.size_bytes)]
+    if (staying := _STAYING.get(effect.kind.partition(".")[0])) is not None:
+        category, stream = staying
+        return [Event(effect.kind, effect.size_bytes, category, "gpu", stream if decisions.overlap else "compute")]
     name = decisions.ids.name(effect.where)
     tag = f"grad.{name}" if effect.kind == "grad" else f"{engine}.{effect.kind}.{name}"
     stream = "compute" if effect.kind == "grad" or not decisions.overlap else f"{engine}.gather"

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from dpofit.memory.frozen_parts import KL, reference
 from dpofit.memory.job import Job
 from dpofit.memory.layerwise import StepInBackward
-from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, Taker, decide, lay
+from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, Taker, decide, lay, reduced_after
 from dpofit.memory.own_optimizers import layerwise, update_for
 from dpofit.memory.part import Part
-from dpofit.memory.partition import partition_gradients
+from dpofit.memory.partition import PartitionReducer, places, weight_groups
 from dpofit.memory.parts import evaluation, micro_batch
 from dpofit.memory.program import Event, Phase, Program
 from dpofit.memory.spec import BF16, FP32
@@ -28,14 +28,14 @@ from dpofit.memory.tiled import LEAF
 from dpofit.memory.update import (
     Items,
     allocate,
-    buckets_of_backward,
+    bucket_bytes,
     comes_and_goes,
     end,
     first_unfused_step,
     forwarded_twice,
     optimizer_update,
+    reduction_ends,
     unbucketed_reduction,
-    with_buckets,
     zero_grad,
 )
 from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
@@ -63,17 +63,23 @@ def plan_steps(job: Job) -> Plan:
 
 def _decide(job: Job, sizes: ZeroSizes | None, parts: list[Part], traced: bool) -> Decisions:
     ids = ModuleIds(OUTSIDE)
-    # ZeRO-2 looks through the gradients of its partition as they go to the host (stage_1_and_2.py:1431-1437). Every
-    # tensor lies in some rank's: what is shown at each is the rank that has it.
-    checks = job.zero_stage == 2 and job.zero.offload_optimizer == "cpu"
     reducer: Taker | None = None
-    if sizes and job.zero_stage >= 2:
-        reducer = Reducer(sizes.reduce_bucket, job.world_size, checks)
+    if sizes and job.zero_stage == 3:
+        reducer = Reducer(sizes.reduce_bucket, job.world_size)
+    elif sizes and job.zero_stage in (1, 2):
+        reducer = _partition_reducer(job, sizes, ids, deferred=job.zero_stage == 1)
     elif layerwise(job.recipe):
         tensors = {tensor.name: tensor for tensor in trained_tensors(job)}
         updates = {name: update_for(job.recipe, one, job.trained_bytes) for name, one in tensors.items()}
         reducer = StepInBackward({name: update.temporary for name, update in updates.items()}, ids)
     return decide(parts, _engines(job, sizes, ids, traced), reducer, ids, job.zero_stage > 0 and job.zero.overlap_comm)
+
+
+def _partition_reducer(job: Job, sizes: ZeroSizes, ids: ModuleIds, deferred: bool) -> PartitionReducer:
+    offloaded = job.zero.offload_optimizer == "cpu"
+    return PartitionReducer(
+        sizes.reduce_bucket, bucket_bytes(job, sizes), places(job, ids), job.zero.reduce_scatter, offloaded, deferred
+    )
 
 
 def build_program(job: Job, plan: Plan) -> Program:
@@ -240,30 +246,25 @@ def _step(
     graph_ends = laid.pop("optimizer_step", [])
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
     accumulates = job.recipe.gradient_accumulation > 1
-    gradients_stay = job.zero_stage < 2
-    buckets, partition = buckets_of_backward(job, sizes), partition_gradients(job)
-    # the partition's buffer comes with the first reduction, at the end when one bucket takes all
-    one_bucket = sizes is not None and job.trained_parameters <= sizes.reduce_bucket
-    early, late = ([], partition) if one_bucket else (partition[:1], partition[1:])
-    backward, again = laid["backward"], _accumulate(parts) if accumulates and gradients_stay else []
-    if again:  # below ZeRO-2 gradients are reduced once, when all are there, whole: two micro-batches are shown
-        backward = [*with_buckets(backward, buckets, [], []), *graph_ends]
-        again = with_buckets(again, early, late, buckets)
-        graph_ends = []  # only the last micro-batch's graph meets the step
-    elif accumulates:  # ZeRO-2 adds each to the first one's
-        first = [event._replace(tag=f"first.{event.tag}") for event in partition]
-        phases = [
-            replace(phase, items=(*first, *phase.items)) if phase.name == "forward" else phase for phase in phases
-        ]
-        backward = with_buckets(backward, [*buckets, *early], late, [*buckets, *partition])
-        partition = first
-    else:
-        backward = with_buckets(backward, [*buckets, *early], late, buckets)
+    backward, again, partition = laid["backward"], [], list[Event]()
+    if accumulates and job.zero_stage < 2:  # reduced once, when all are there: two micro-batches are shown
+        backward = [*backward, *graph_ends]
+        again, graph_ends = _accumulate(parts), []  # only the last micro-batch's graph meets the step
     reduced = again or backward
     if job.recipe.zero is not None and job.zero_stage == 0:
         reduced += unbucketed_reduction(job)
-    if job.zero_stage == 1:
-        reduced += zero_grad(parts)  # independent_gradient_partition_epilogue lets go of what it has copied
+    elif job.zero_stage in (1, 2) and sizes is not None:
+        if job.zero_stage == 1:
+            reduced += _reduced_at_the_end(job, sizes, parts, decisions)
+        added = accumulates and job.zero_stage == 2
+        ends, partition = reduction_ends(job, [*backward, *again], kept=not added)
+        reduced += ends
+        if added:  # ZeRO-2 adds each micro-batch's to the first one's
+            partition = [event._replace(tag=f"first.{event.tag}") for event in partition]
+            phases = [
+                replace(phase, items=(*partition, *phase.items)) if phase.name == "forward" else phase
+                for phase in phases
+            ]
     phases.append(Phase("backward", step, tuple(backward)))
     if again:
         phases.append(Phase("accumulate", step, tuple(again)))
@@ -277,6 +278,16 @@ def _step(
         items += zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))
     return phases
+
+
+def _reduced_at_the_end(job: Job, sizes: ZeroSizes, parts: list[Part], decisions: Decisions) -> Items:
+    """ZeRO-1's reduce_gradients, weight by weight (stage_1_and_2.py:788-808). With overlap_comm they go during
+    backward already (:1547-1556): this is more than it needs."""
+    ids = decisions.ids
+    reducer = _partition_reducer(job, sizes, ids, deferred=False)
+    reducer.buffers = 0  # they came with the first gradient
+    order = [weight for group in weight_groups(job) for weight in group if weight.has_gradient]
+    return [*reduced_after([(ids.module(one.module, one.layer), one.elements) for one in order], reducer, decisions)]
 
 
 def _accumulate(parts: list[Part]) -> Items:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-from dpofit.memory.head import LOGITS_GRADIENT
 from dpofit.memory.job import Job
 from dpofit.memory.optimizers import copies_of_all
-from dpofit.memory.overlay import CHECK
 from dpofit.memory.own_optimizers import layerwise, owned, update_for
 from dpofit.memory.part import Part
-from dpofit.memory.partition import FLOAT64, partition_bytes
+from dpofit.memory.partition import BUCKETS, CHECK, FLOAT64, PARTITION, partition_bytes
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16, FP32
@@ -55,25 +53,22 @@ def forwarded_twice(job: Job) -> bool:
     return job.zero_stage == 3 and (job.passes > 1 or (job.reference_in_step and not job.reference_copy))
 
 
-def buckets_of_backward(job: Job, sizes: ZeroSizes | None) -> list[Event]:
+def bucket_bytes(job: Job, sizes: ZeroSizes) -> int:
     """Reduce buckets, which ZeRO-1/2 allocate in each backward, two when they overlap, whole however little is trained
     (stage_1_and_2.py:2230-2253)."""
-    if job.zero_stage not in (1, 2) or sizes is None:
-        return []
-    return [Event("ipg_buckets", sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1) * BF16, "buckets")]
+    return sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1) * BF16
 
 
-def with_buckets(backward: Items, early: list[Event], late: list[Event], gone: list[Event]) -> Items:
-    """Backward with what appears when the gradient reaches the engine's output, the bf16 logits (engine.py:2236-2243),
-    and what appears and goes in backward's epilogue."""
-    at = 0
-    for index, item in enumerate(backward):
-        if at and isinstance(item, Event) and item.size_bytes < 0:  # the fp32 gradient it was cast from has gone
-            at = index + 1
-            break
-        if isinstance(item, Event) and item.tag == LOGITS_GRADIENT:
-            at = index + 1
-    return [*backward[:at], *early, *backward[at:], *late, *map(end, gone)]
+def reduction_ends(job: Job, items: Items, kept: bool) -> tuple[Items, list[Event]]:
+    """Backward's epilogue of ZeRO-1/2: (zeros for weights that got no gradient come, buckets go, and unless `kept` the
+    partition's gradients too, which have been added to others; what stays for the step)."""
+    came = [item for item in items if isinstance(item, Event) and item.size_bytes > 0]
+    buckets = [event for event in came if event.tag.startswith(BUCKETS)]
+    partition = [event for event in came if event.tag.startswith(PARTITION)]
+    zeros = partition_bytes(job).zeros if job.zero.offload_optimizer == "none" else 0
+    late = [Event("zeros_in_partition", zeros, "gradients")] if zeros else []
+    partition += late
+    return [*late, *map(end, buckets), *([] if kept else map(end, partition))], partition
 
 
 def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -> Items:
