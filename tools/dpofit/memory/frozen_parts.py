@@ -25,15 +25,18 @@ KL = ".kl"  # after an engine's name: its second forward of a KTO step
 
 
 def reference(job: Job, phase: str = "reference_forward", rows: int | None = None) -> list[Part]:
-    """The reference's forward under no_grad: a second model, or the policy with its adapters off."""
+    """The reference's forward under no_grad: a second model, the policy with its adapters off, or, before step 1, the
+    policy as it is."""
     spec = job.layer_spec(rows or job.rows, trained=not job.reference_copy)
-    spec = replace(spec, lora_active=False, trained=frozenset())
+    bands = job.bands
+    if job.reference_copy or job.adapters:
+        spec = replace(spec, lora_active=False, trained=frozenset())
+        bands = (Band(0, job.model.layers, frozenset(), job.recipe.gradient_checkpointing, False, False),)
     engine = "reference" if job.reference_copy else "policy"
-    alike = (Band(0, job.model.layers, frozenset(), job.recipe.gradient_checkpointing, False, False),)
     tape = Tape("reference.", grad=False)
-    parts, wide = _frozen_forward(job, spec, alike, tape, phase, engine)
+    parts, wide = _frozen_forward(job, spec, bands, tape, phase, engine)
     if job.passes > 1:
-        parts += kl_pass(job, spec, alike, phase, engine, "reference.")
+        parts += kl_pass(job, spec, bands, phase, engine, "reference.")
         wide = split_by_tag(tape, wide)
     tape.drop(wide)
     return [*parts, Part(phase, literal(tape.cut()), engine=engine)]
@@ -43,7 +46,7 @@ def kl_pass(
     job: Job, spec: LayerSpec, bands: tuple[Band, ...], phase: str, engine: str, prefix: str = ""
 ) -> list[Part]:
     """KTO's forward of the mismatched answers, without gradients (train/kto/trainer.py:187-194)."""
-    if job.reference_copy:  # else the forward with adapters off undoes the engine's trace
+    if not job.adapters_switched_off:  # that forward undoes the engine's trace
         engine = f"{engine}{KL}"
     tape = Tape(f"{prefix}kl.", grad=False)
     parts, wide = _frozen_forward(job, spec, bands, tape, phase, engine)
@@ -97,7 +100,8 @@ def frozen_layers(
     parts = [Part(phase, tuple(embedding(spec, tape, around=around)), engine=engine), held]
     ends = []
     # a LoRA reference is the policy in training mode: unsloth's forward copies its input to the host all the same
-    unsloth = job.recipe.use_unsloth_gc and engine.startswith("policy") and phase != "eval"
+    training = phase == "forward" or (phase == "reference_forward" and job.adapters_switched_off)
+    unsloth = job.recipe.use_unsloth_gc and engine.startswith("policy") and training
     for band in bands:
         x = Value(Storage(f"{tape.prefix}hidden", residual, "activations"), False)
         layer = Tape(tape.prefix, grad=False)

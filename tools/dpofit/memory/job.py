@@ -158,6 +158,11 @@ class Job:
         return self.reference_in_step and (not self.adapters or self.recipe.ref_model is not None)
 
     @property
+    def adapters_switched_off(self) -> bool:
+        """In every step the policy itself is asked as the reference."""
+        return self.reference_in_step and not self.reference_copy
+
+    @property
     def autocast(self) -> bool:
         """fp32 trainable weights under torch.autocast: no DeepSpeed and not pure_bf16."""
         return self.recipe.zero is None and not self.recipe.pure_bf16 and (self.recipe.bf16 or self.recipe.fp16)

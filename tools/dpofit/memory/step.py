@@ -104,16 +104,32 @@ def build_program(job: Job, plan: Plan) -> Program:
 
 
 def _reference_pass(job: Job, sizes: ZeroSizes | None) -> list[Phase]:
-    """cached_reference's forward over the data before step 1, at the longest rows. By the policy itself, whose engine
-    has the weights, or by a given ref_model, which is loaded for it and goes again."""
+    """cached_reference's forwards over the data before step 1, at the longest rows: the first, and a later one, for
+    which ZeRO-3 fetches ahead. By the policy itself, whose engine has the weights, or by a given ref_model, which is
+    loaded for it and goes again."""
     if not job.has_reference or job.reference_in_step:
         return []
-    stock = replace(job, recipe=replace(job.recipe, long_context=job.recipe.long_context - {"cached_reference"}))
-    ids, parts = ModuleIds(OUTSIDE), reference(stock)
-    laid = lay(parts, decide(parts, _engines(stock, sizes, ids, traced=False), None, ids))
-    given = [state for state in weight_states(stock) if state.category == "reference"] if job.recipe.ref_model else []
-    loaded = allocate(given)
-    return [Phase("reference_forward", 0, (*loaded, *laid["reference_forward"], *map(end, loaded)))]
+    given = job.recipe.ref_model is not None
+    pieces = job.recipe.long_context - ({"cached_reference"} if given else set())
+    asked = replace(job, recipe=replace(job.recipe, long_context=pieces))
+    parts, ids = reference(asked), ModuleIds(OUTSIDE)
+    overlap = job.zero_stage > 0 and job.zero.overlap_comm
+    loaded: list[Event] = []
+    if given:
+        states = [state for state in weight_states(asked) if state.category == "reference"]
+        loaded += allocate([*states, *_persistent(_scoring(asked, sizes, ids, traced=False))])
+    items: Items = [*loaded]
+    for traced in (False, True) if job.zero_stage == 3 else (False,):
+        decisions = decide(parts, _scoring(asked, sizes, ids, traced), None, ids, overlap)
+        items += [*lay(parts, decisions)["reference_forward"], *map(end, decisions.kept)]
+    return [Phase("reference_forward", 0, (*items, *map(end, loaded)))]
+
+
+def _scoring(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) -> list[Engine]:
+    """The engine of that pass. No backward stands between its forwards: each is a step to the coordinator."""
+    name = "reference" if job.reference_copy else "policy"
+    of_pass = (engine for engine in _engines(job, sizes, ids, traced) if engine.name.removesuffix(KL) == name)
+    return [replace(engine, traced=traced or engine.traced, twice=False, later=False) for engine in of_pass]
 
 
 def steady_step(job: Job, plan: Plan) -> Program:
@@ -164,12 +180,17 @@ def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
                            "gpu" if zero.offload_optimizer == "none" else "host_pageable")  # fmt: skip
     items += allocate(lasting)
     if zero is not None and zero.stage == 3:
-        for engine in _engines(job, sizes, ModuleIds(OUTSIDE), traced=False):
-            if engine.name.endswith(KL):
-                continue
-            persistent = persistent_elements(engine.parameters, engine.config)
-            items += allocate([State(f"{engine.name}.persistent", persistent * BF16, "gathered")])
+        items += allocate(_persistent(_engines(job, sizes, ModuleIds(OUTSIDE), traced=False)))
     return items
+
+
+def _persistent(engines: list[Engine]) -> list[State]:
+    """Parameters too small to be released."""
+    return [
+        State(f"{engine.name}.persistent", persistent_elements(engine.parameters, engine.config) * BF16, "gathered")
+        for engine in engines
+        if not engine.name.endswith(KL)
+    ]
 
 
 def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) -> list[Engine]:
@@ -190,7 +211,7 @@ def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) ->
         found.append(
             Engine("reference", alone, reference_coordinator(job), traced, leaves=leaves, in_host_memory=slices)
         )
-    if job.passes > 1 and job.reference_copy:  # a step to the coordinator, with the trace of the forward before
+    if job.passes > 1 and not job.adapters_switched_off:  # each a step to the coordinator, traced by the one before
         found += [replace(engine, name=f"{engine.name}{KL}", traced=True, twice=False) for engine in found]
     return found
 

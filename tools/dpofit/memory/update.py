@@ -50,7 +50,7 @@ def end(event: Event) -> Event:
 def forwarded_twice(job: Job) -> bool:
     """The policy's ZeRO-3 engine has more forwards a step than the one that backward follows: KTO's KL estimate, or a
     LoRA run's reference, which is the policy with its adapters off."""
-    return job.zero_stage == 3 and (job.passes > 1 or (job.reference_in_step and not job.reference_copy))
+    return job.zero_stage == 3 and (job.passes > 1 or job.adapters_switched_off)
 
 
 def bucket_bytes(job: Job, sizes: ZeroSizes) -> int:

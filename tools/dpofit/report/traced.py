@@ -34,11 +34,17 @@ def trace_and_draw(job: Job, timeline: Path | None, force: bool) -> Traced:
         except OSError as error:
             wrong = f"cannot be written ({error.strerror})"
             raise BadInput(Problem(str(timeline), "--timeline", wrong, "Name another file")) from None
-    steady = [peak for peak in phase_peaks(program, frozenset({"gpu"})) if peak.step == STEPS]
-    peaks: dict[str, int] = {}
-    for peak in steady:
-        peaks[peak.phase] = max(peak.size_bytes, peaks.get(peak.phase, 0))
+    peaks = compared_peaks(program)
     return Traced({name: peaks[name] for name in COMPARED if name in peaks}, substitutions)
+
+
+def compared_peaks(program: Program) -> dict[str, int]:
+    """Allocated bytes at the peak of each phase of the steady step; of cached_reference's pass, which is before."""
+    peaks: dict[str, int] = {}
+    for peak in phase_peaks(program, frozenset({"gpu"})):
+        if peak.step == STEPS or (peak.phase, peak.step) == ("reference_forward", 0):
+            peaks[peak.phase] = max(peak.size_bytes, peaks.get(peak.phase, 0))
+    return peaks
 
 
 def _traced(job: Job) -> tuple[Program, tuple[str, ...]]:

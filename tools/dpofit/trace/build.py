@@ -129,6 +129,7 @@ def arguments(request: TraceRequest) -> tuple[Any, Any]:
         stage=request.stage,
         finetuning_type=request.finetuning,
         pref_loss=request.pref_loss,
+        ref_model="given" if request.ref_model else None,
         pref_ftx=request.pref_ftx,
         ld_alpha=request.ld_alpha,
         freeze_trainable_layers=request.freeze_layers,

@@ -44,7 +44,7 @@ def pieces(request: TraceRequest, pin: Callable[[torch.Tensor], None]) -> Iterat
             from dpofit.train.longdpo import cached_reference
 
             patch(cached_reference, "_look_up", _looked_up)
-            done.append("cached_reference: the cache is full, the pass before step 1 is not traced")
+            done.append("cached_reference: the pass before step 1 has two batches, what it finds is on no disk")
         if "offload_checkpoints" in request.long_context:
             from dpofit.train.longdpo import offload_checkpoints
 

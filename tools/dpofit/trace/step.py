@@ -12,15 +12,19 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dpofit.trace import kernels, long_context, zero
 from dpofit.trace.build import arguments, build_model, cuda_semantics, import_training_stack
 from dpofit.trace.device import GPU
 from dpofit.trace.memo import Memo
 from dpofit.trace.optimizers import make_optimizer
+from dpofit.trace.reference_pass import run_reference_pass
 from dpofit.trace.request import Precision, TraceRequest
 from dpofit.trace.storages import Recorder, StorageMode
 from dpofit.trace.trainers import batch_of, loss_of, make_stage_trainer, rows_of_one, uses_reference
+
+_DEEPSPEED = "transformers.integrations.deepspeed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ def trace_step(
         recorder.module_path = _follow_modules(model)
         observe(trainer)
         with fake, mode, _phases(trainer, recorder):
+            if trainer._dpofit_reference is not None:
+                run_reference_pass(request, trainer, recorder, lambda: _given_reference(request, fake, recorder))
             for step in range(1, request.steps + 1):
                 recorder.step = step
                 run_step(request, trainer, optimizer, recorder)
@@ -104,8 +110,23 @@ def _reference(request: TraceRequest, fake: FakeTensorMode | None) -> torch.nn.M
     adapters_only = request.finetuning == "lora" and not request.ref_model
     if not uses_reference(request) or adapters_only or "cached_reference" in request.long_context:
         return None
+    return _build_reference(request, fake)
+
+
+def _build_reference(request: TraceRequest, fake: FakeTensorMode | None) -> torch.nn.Module:
     precision: Precision = "deepspeed" if request.precision == "deepspeed" else "pure_bf16"
     return build_model(replace(request, finetuning="full", precision=precision), fake, trainable=False)
+
+
+def _given_reference(request: TraceRequest, fake: FakeTensorMode, recorder: Recorder) -> torch.nn.Module:
+    """The reference that cached_reference loads amid the trace."""
+    # transformers would make it partitioned, which fake tensors can't be: the engine partitions it after
+    with _disable_current_modes(), mock.patch(f"{_DEEPSPEED}._hf_deepspeed_config_weak_ref", None):
+        model = zero.already_placed(_build_reference(request, fake))
+        followed = recorder.module_path
+        _record_weights(recorder, model, "reference_weights")
+        recorder.module_path = followed
+    return model
 
 
 def _record_weights(recorder: Recorder, model: torch.nn.Module, category: str) -> None:
@@ -224,7 +245,8 @@ def _phases(trainer: Any, recorder: Recorder) -> Iterator[None]:
         stack.enter_context(mock.patch.object(owner, name, MethodType(marked, owner)))
 
     with ExitStack() as stack:
-        marking(trainer, "compute_reference_log_probs", "reference_forward")
+        if trainer._dpofit_reference is None:  # else a step only looks up what the pass has found
+            marking(trainer, "compute_reference_log_probs", "reference_forward")
         marking(trainer, "compute_preference_loss", "loss")
         marking(trainer, "kto_loss", "loss")
         if hasattr(trainer.model, "optimizer"):

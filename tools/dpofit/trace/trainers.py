@@ -18,7 +18,7 @@ def make_stage_trainer(request: TraceRequest, model: torch.nn.Module, reference:
     finetuning_args.use_ref_model = uses_reference(request)
     trainer.finetuning_args = finetuning_args
     trainer.ref_model = reference
-    trainer.model = model
+    trainer.model = trainer.model_wrapped = model
     trainer.args = SimpleNamespace(device=GPU, average_tokens_across_devices=False, n_gpu=1)
     return trainer
 
