@@ -2,7 +2,8 @@
 
 Tables stand between `<!-- generated: NAME -->` and `<!-- end -->`; `--check` fails when they are not what dpofit says
 today; `--quick` leaves the table of all recipes, a minute of searching, as it stands. Traced figures come from
-benchmarks/results/long-context-traced.json (benchmarks/long_context_traced.py).
+benchmarks/results/long-context-traced.json (benchmarks/long_context_traced.py), differences from stock from
+longdpo-identity.json (benchmarks/tests_all.py), seconds from longdpo.json (benchmarks/longdpo.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from generated import parser, with_tables, write_or_check
 
@@ -23,7 +25,8 @@ from dpofit.report.rows import LimitRow, limit_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "long-context.md"
-TRACED = ROOT / "benchmarks" / "results" / "long-context-traced.json"
+RESULTS = ROOT / "benchmarks" / "results"
+TRACED = RESULTS / "long-context-traced.json"
 GIB = 2**30
 FAMILY = "qwen2.5-72b-dpo"
 PROMPTS = (8192, 32_768, 65_536)
@@ -34,6 +37,8 @@ PRESETS = (
     "full-z3", "full-z3-liger-unsloth-gc", "full-z3-offload-liger-unsloth-gc", "full-z3-long", "full-z3-offload-long",
 )  # fmt: skip
 HOSTS = ("1000GiB", "2000GiB")
+# How a comparison of tests/longdpo ran, by what is in its test's name; the first that fits.
+RAN = {"two ranks, data parallel": "data_parallel", "two ranks, ZeRO-3": "zero3", "one process": ""}
 
 
 def peaks_table() -> str:
@@ -105,6 +110,41 @@ def flops_table() -> str:
     return _markdown(["tokens", "shared prompt alone", "and cached reference, 1 epoch", "3 epochs"], rows, right_from=1)
 
 
+def seconds_table() -> str:
+    """Stock's seconds by those with the pieces, as measured."""
+    rows = []
+    for row in json.loads((RESULTS / "longdpo.json").read_text(encoding="utf-8"))["seconds"]["rows"]:
+        if row["pieces"]:
+            tokens = f"{row['pair']['prompt']:,} + {row['pair']['answer']:,}"
+            ratios = (row["stock_by_it"][f"cached_reference_{epochs}"] for epochs in ("1_epoch", "3_epochs"))
+            rows.append([tokens, ", ".join(f"`{name}`" for name in row["pieces"]), *(f"{one:.2f}x" for one in ratios)])
+    return _markdown(["tokens", "with the reference cached and", "1 epoch", "3 epochs"], rows, right_from=2)
+
+
+def identity_table() -> str:
+    """The largest differences from stock of all comparisons that the tests made, by where they ran and with what."""
+    document = json.loads((RESULTS / "longdpo-identity.json").read_text(encoding="utf-8"))
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {
+        (where, pieces): [] for where in RAN for pieces in (*PIECES, "several")
+    }
+    for row in document["errors"]:
+        where = next(where for where, part in RAN.items() if part in row["test"])
+        groups[where, row["pieces"] if row["pieces"] in PIECES else "several"].append(row)
+    rows = []
+    for (where, pieces), found in groups.items():
+        if not found:
+            continue
+        loss, gradients = (max(row[name] for row in found) for name in ("loss", "gradients"))
+        logps = max(row[name] for row in found for name in ("logps", "reference"))
+        what = f"`{pieces}`" if pieces in PIECES else "two to five at once"
+        comparisons = sum(row["comparisons"] for row in found)
+        rows.append([where, what, f"{comparisons:,}", *(f"{error:.1e}" for error in (loss, logps, gradients))])
+    headings = ["ran as", "pieces", "comparisons", "loss", "log-probs", "gradients"]
+    counts = ", ".join(f"{count:,} {outcome}" for outcome, count in document["counts"].items())
+    commits = ", ".join(commit[:9] for commit in document["commits"])
+    return f"{_markdown(headings, rows, right_from=2)}\n\nTests: {counts}; {document['dates'][-1]}, commit {commits}."
+
+
 def _limit(row: LimitRow) -> str:
     tokens = row.limit.prompt_tokens
     return "nothing" if tokens is None else f"{tokens:,} {row.limit.binding}"
@@ -117,6 +157,7 @@ def _markdown(headings: list[str], rows: list[list[str]], right_from: int) -> st
 
 TABLES: dict[str, Callable[[], str]] = {
     "peaks": peaks_table, "limits": limits_table, "recipes": recipes_table, "flops": flops_table,
+    "seconds": seconds_table, "identity": identity_table,
 }  # fmt: skip
 
 
