@@ -13,7 +13,7 @@ from tests.longdpo.conftest import AssertSame
 from tests.longdpo.runs import Case, together
 from tests.longdpo.zero3 import Compared, compare_all
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]
 
 ALL = bool(os.environ.get("DPOFIT_TEST_ALL"))
 THREE = ("cached_reference", "tiled_mlp", "offload_checkpoints")
