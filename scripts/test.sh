@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install what the tests need and run them: bash scripts/test.sh [--all] [pytest arguments]
-# --all runs the full matrices too (hours) and writes benchmarks/results/tests-all.json.
+# --all runs the full matrices too (hours); of everything it writes benchmarks/results/tests-all.json.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DPOFIT_TEST_VENV:-"$root/.venv-test"}
@@ -11,8 +11,6 @@ export PATH="$venv/bin:$PATH" OMP_NUM_THREADS=1
 if [ "${1:-}" = --all ]; then
   shift
   export DPOFIT_TEST_ALL=1
-  reports=$(mktemp -d)
-  trap 'python benchmarks/tests_all.py "$reports"/*.xml >benchmarks/results/tests-all.json; rm -r "$reports"' EXIT
 fi
 ruff check .
 ruff format --check .
@@ -20,5 +18,9 @@ mypy
 if [ $# -gt 0 ]; then
   pytest "$@"
   exit
+fi
+if [ -n "${DPOFIT_TEST_ALL:-}" ]; then
+  reports=$(mktemp -d)
+  trap 'python benchmarks/tests_all.py "$reports"/*.xml >benchmarks/results/tests-all.json; rm -r "$reports"' EXIT
 fi
 pytest -n 2 --dist loadfile ${reports:+--junitxml="$reports/all.xml"} tests
