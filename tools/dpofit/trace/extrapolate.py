@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpofit.trace.request import TraceRequest
 from dpofit.trace.step import TracedStep, trace_step
@@ -75,8 +75,7 @@ def shallow_layers(request: TraceRequest) -> int | None:
     return few + kept * min(request.micro_batches, 2)  # a micro-batch begins with what the one before has kept
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
+class _Event(NamedTuple):
     """A mark without what grows with depth (`kind`), and that (`size_bytes`, `layer`)."""
 
     kind: int  # a number for all that must be the same
@@ -133,18 +132,16 @@ def _split_sub_groups(recorder: Recorder, request: TraceRequest, low: _Groups, h
         largest = max(_packed(_inserted(short, long, further), limit))
         if largest == whole:
             continue
+        shrunk: dict[int, int] = {}
         for storage in recorder.storages:
             made_in_step = storage.phase in ("init", "optimizer_step") and storage.died is not None
             if made_in_step and storage.shape == (whole,):
-                storage.size_bytes = storage.size_bytes // whole * largest
+                shrunk[storage.index] = storage.size_bytes = storage.size_bytes // whole * largest
                 storage.shape = (largest,)
-        recorder.marks[:] = [
-            replace(mark, size_bytes=_signed(recorder.storages[mark.index].size_bytes, mark)) for mark in recorder.marks
-        ]
-
-
-def _signed(size_bytes: int, mark: Mark) -> int:
-    return size_bytes if mark.size_bytes > 0 else -size_bytes
+        for position, mark in enumerate(recorder.marks):
+            if mark.index in shrunk:
+                size_bytes = shrunk[mark.index] if mark.size_bytes > 0 else -shrunk[mark.index]
+                recorder.marks[position] = mark._replace(size_bytes=size_bytes)
 
 
 def _inserted(low: Sequence[int], high: Sequence[int], further: int) -> list[int]:
@@ -300,7 +297,9 @@ class _Writer:
         else:
             if not alive:
                 return False
-            index = next((i for i in reversed(alive) if storages[i].module == module), alive[-1])
+            index = alive[-1]
+            if storages[index].module != module:
+                index = next((i for i in reversed(alive) if storages[i].module == module), index)
             alive.remove(index)
             storages[index].died = recorded.died
         self.recorder.marks.append(Mark(self.phase, self.step, index, size_bytes, event.storage.space))

@@ -5,8 +5,9 @@ FakeTensorMode has a cache too, whose general keys cost more than most operation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,10 +37,15 @@ class Memo:
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`: its outputs, their aliasing and devices are those of the operation itself."""
-        if func is torch.ops.aten.slice.Tensor and not kwargs and type(args[0]) is FakeTensor:
-            return self._make(_sliced(*args), args)
-        parts: list[Any] = [func]
-        if _excluded(func) or not _describe(parts, args):
+        way = _WAYS.get(id(func)) or _way(func)  # an operation hashes slowly, and lives as long as the process
+        if way.view is not None and not kwargs and type(args[0]) is FakeTensor and args[0].constant is None:
+            made = way.view(*args)
+            if made is not None:
+                return self._make(made, args)
+        if way.excluded:
+            return func(*args, **kwargs)
+        parts: list[Any] = [id(func)]
+        if not (_describe_kinds(parts, args) if way.in_place else _describe(parts, args)):
             return func(*args, **kwargs)
         for name, value in kwargs.items():
             parts.append(name)
@@ -49,7 +55,7 @@ class Memo:
         answer = _ANSWERS.get(key)
         if answer is None:
             out = func(*args, **kwargs)
-            _ANSWERS[key] = _learned(func, args, kwargs, out, parts)
+            _ANSWERS[key] = ("argument", 0) if way.in_place else _learned(func, args, kwargs, out, parts)
             return out
         kind, learned = answer
         if kind == "unknown":
@@ -87,8 +93,38 @@ class Memo:
         return out
 
 
+def _detached(tensor: FakeTensor) -> Made:
+    shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+    return 0, shape, stride, offset, tensor.dtype, tensor.fake_device
+
+
+def _viewed(tensor: FakeTensor, size: Sequence[int]) -> Made | None:
+    """`tensor` in another shape; None but for strides as they come."""
+    count = tensor.numel()
+    if not count or tensor.stride() != _strides(tensor.shape):
+        return None
+    shape = tuple(size)
+    if -1 in shape:
+        rest = -math.prod(shape)
+        if rest <= 0 or count % rest:
+            return None
+        shape = tuple(count // rest if length < 0 else length for length in shape)
+    if math.prod(shape) != count:
+        return None
+    return 0, shape, _strides(shape), int(tensor.storage_offset()), tensor.dtype, tensor.fake_device
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
 def _sliced(tensor: FakeTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Made:
-    """`tensor[start:end:step]` in `dim`, without asking: DeepSpeed takes one slice for every rank."""
+    """`tensor[start:end:step]` in `dim`."""
     shape, stride = list(tensor.shape), list(tensor.stride())
     start, end, step = slice(start, end, step).indices(shape[dim])
     offset = int(tensor.storage_offset()) + start * stride[dim]
@@ -97,9 +133,49 @@ def _sliced(tensor: FakeTensor, dim: int = 0, start: int | None = None, end: int
     return 0, tuple(shape), tuple(stride), offset, tensor.dtype, tensor.fake_device
 
 
-@cache
-def _excluded(func: Any) -> bool:
-    return any(tag in func.tags for tag in _NOT_TWICE_ALIKE) or func.name().startswith(_MOVING)
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How an operation can be answered."""
+
+    excluded: bool  # always by torch
+    in_place: bool  # it gives back its first argument, which stays the kind it is
+    view: Callable[..., Made | None] | None  # without ever asking
+
+
+_WAYS: dict[int, _Way] = {}
+_VIEWS: dict[Any, Callable[..., Made | None]] = {
+    torch.ops.aten.detach.default: _detached,
+    torch.ops.aten.slice.Tensor: _sliced,
+    torch.ops.aten.view.default: _viewed,
+    torch.ops.aten._unsafe_view.default: _viewed,
+}
+
+
+def _way(func: Any) -> _Way:
+    excluded = any(tag in func.tags for tag in _NOT_TWICE_ALIKE) or func.name().startswith(_MOVING)
+    way = _WAYS[id(func)] = _Way(excluded, not excluded and _in_place(func._schema), _VIEWS.get(func))
+    return way
+
+
+def _in_place(schema: Any) -> bool:
+    """Whether the first argument alone is written to, and returned (only an `inplace_view` changes its shape)."""
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    returned = [value.alias_info is not None and value.alias_info.is_write for value in schema.returns]
+    return written[:1] == [True] and not any(written[1:]) and returned == [True]
+
+
+def _describe_kinds(parts: list[Any], values: Sequence[Any]) -> bool:
+    """What decides whether tensors go together at all: an operation in place gives its first whatever their shapes."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            if value.constant is not None:
+                return False
+            parts += (value.dtype, value.fake_device)
+        elif isinstance(value, _PLAIN):
+            parts.append(type(value))
+        else:
+            return False
+    return True
 
 
 def _describe(parts: list[Any], values: Sequence[Any]) -> bool:
@@ -125,7 +201,7 @@ def _describe(parts: list[Any], values: Sequence[Any]) -> bool:
 
 def _learned(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, parts: list[Any]) -> tuple[str, Any]:
     if func._schema.is_mutable:
-        after: list[Any] = [func]
+        after: list[Any] = [id(func)]
         _describe(after, args)
         for name, value in kwargs.items():
             after.append(name)
@@ -162,7 +238,7 @@ def _made(args: Sequence[Any], out: torch.Tensor) -> Made | None:
                 shares = index
     shape, stride, offset = tuple(out.shape), tuple(out.stride()), int(out.storage_offset())
     if shares is None:
-        alone = torch.empty_strided(shape, stride, dtype=out.dtype, device=out.fake_device)
-        if offset or alone.untyped_storage().nbytes() != storage.nbytes():
+        elements = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+        if offset or (elements if out.numel() else 0) * out.element_size() != storage.nbytes():
             return None  # part of something else
     return shares, shape, stride, offset, out.dtype, out.fake_device

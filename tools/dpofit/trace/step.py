@@ -262,6 +262,9 @@ def _cuda_is_the_stand_in() -> Iterator[None]:
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and args[0] == "cuda":
             args = (GPU, *args[1:])
+        alone = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(alone, torch.dtype | torch.device | str) and alone in (self.dtype, self.device, str(self.device)):
+            return self  # as torch does, after three questions to the tracer
         if args and args[0] == GPU and not self.numel():  # KTO's `torch.Tensor([])` is no fake tensor
             return torch.empty(self.shape, dtype=self.dtype, device=GPU)
         return to(self, *args, **kwargs)

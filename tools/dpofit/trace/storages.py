@@ -6,10 +6,10 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,6 +20,7 @@ from dpofit.trace.device import space_of
 from dpofit.trace.memo import Memo
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _STAND_INS = str(Path(__file__).with_name("zero.py"))  # for functions of deepspeed, named as they are
 
 
@@ -44,13 +45,12 @@ class Storage:
     used_by: str = ""  # the operation that ran just before it died
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A birth (`size_bytes` > 0) or death (< 0) of storage `index` in a phase of a step."""
 
     phase: str
     step: int
-    index: int
+    index: int  # type: ignore[assignment]  # of the tuple's own methods, this one isn't used
     size_bytes: int
     space: str
 
@@ -69,6 +69,7 @@ class Recorder:
     last_op: str = ""
     closed: bool = False  # the steps are over; what dies when the model goes is no part of them
     _alive: dict[int, int] = field(default_factory=dict)  # address of a living storage -> its index
+    _watched: dict[int, Any] = field(default_factory=dict)  # its index -> the reference that tells of its death
 
     def see(self, tensor: torch.Tensor, op: str, pinned: bool = False, size_bytes: int | None = None) -> None:
         """Record the storage of `tensor` if it's new; `size_bytes` where its true size isn't the fake's."""
@@ -81,7 +82,7 @@ class Recorder:
             return
         index = self._birth(size, op, space_of(tensor.device, pinned), tuple(tensor.shape), str(tensor.dtype)[6:])
         self._alive[key] = index
-        weakref.finalize(storage, self._death, key, index).atexit = False
+        self._watched[index] = weakref.ref(storage, partial(self._death, key, index))
 
     def transient(self, size_bytes: int, op: str) -> None:
         """A kernel's workspace on the card: born and gone within the operation."""
@@ -98,7 +99,7 @@ class Recorder:
         storage = self.storages[self._alive[tensor.untyped_storage()._cdata]]
         assert self.marks[-1].index == storage.index
         storage.space = "host_pinned"
-        self.marks[-1] = replace(self.marks[-1], space="host_pinned")
+        self.marks[-1] = self.marks[-1]._replace(space="host_pinned")
 
     def _birth(self, size: int, op: str, space: str, shape: tuple[int, ...], dtype: str) -> int:
         index = len(self.storages)
@@ -110,7 +111,8 @@ class Recorder:
         self.marks.append(Mark(self.phase, self.step, index, size, space))
         return index
 
-    def _death(self, key: int, index: int) -> None:
+    def _death(self, key: int, index: int, _: Any) -> None:
+        del self._watched[index]
         if self._alive.get(key) == index:
             del self._alive[key]
         self._record_death(index)
@@ -182,25 +184,31 @@ class StorageMode(TorchDispatchMode):
         memo: Memo,
     ):
         super().__init__()
-        self.memo = memo
-        self.recorder, self.workspace, self.scalar, self.reuse = recorder, workspace, scalar, reuse
+        self.memo, self.recorder, self.workspace, self.reuse = memo, recorder, workspace, reuse
+        self._names: dict[int, str] = {}  # of operations by id: they hash slowly, and live as long as the process
+        self._answers: dict[int, Callable[..., Any]] = {
+            id(aten._local_scalar_dense.default): scalar,  # .item(): a read on the host, no GPU memory
+            # likewise; Liger scales its gradients in place when the answer is no
+            id(aten.equal.default): lambda *tensors: False,
+        }
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing compiles here, and guarding every operation against it costs as much as the operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         recorder = self.recorder
-        name = _name(func)
+        name = self._names.get(id(func))
+        if name is None:
+            name = self._names[id(func)] = func.name().removeprefix("aten::")
         if name.startswith("prim::"):  # a question about the tensor, not work
             return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:  # .item(): a read on the host, no GPU memory
-            return self.scalar(args[0])
-        if func is aten.equal.default:  # likewise; Liger scales its gradients in place when the answer is no
-            return False
+        answer = self._answers.get(id(func))
+        if answer is not None:
+            return answer(*args)
         recorder.ops += 1
         recorder.last_op = name
         if func is aten.nonzero.default:  # the most there can be: every position counts
@@ -230,11 +238,6 @@ class StorageMode(TorchDispatchMode):
         if size is not None:  # beside the output, which is allocated first
             recorder.transient(size(args, kwargs), name)
         return out
-
-
-@cache
-def _name(func: Any) -> str:
-    return func.name().removeprefix("aten::")  # type: ignore[no-any-return]
 
 
 def _tagged_rows(indices: Any) -> int | None:

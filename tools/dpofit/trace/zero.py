@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -75,6 +77,28 @@ def _reduce_scatter_coalesced(tensors: list[torch.Tensor], group: Any = None) ->
             for tensor, part, start in zip(tensors, parts, starts, strict=True)]  # fmt: skip
 
 
+def _own_slice_only(convert: Any) -> Any:
+    """Init._convert_to_deepspeed_param with an `_all_gather_dtype` (partition_parameters.py:1237-1239) that cuts this
+    rank's slice from the flat buffer; the others' are for the wait that `_wait` stands for."""
+    source = textwrap.dedent(inspect.getsource(convert))
+    append = "partitions.append(flat_tensor.narrow(0, partition_sz * i, partition_sz))"
+    source = source.replace(append, f"{append} if i == rank_in_group else partitions.append(None)")
+    scope: dict[str, Any] = {}
+    exec(compile(source, inspect.getsourcefile(convert) or "", "exec"), convert.__globals__, scope)
+    return scope[convert.__name__]
+
+
+def _accumulator(find: Any) -> Any:
+    """torch's `_get_grad_fn_or_grad_acc`, which makes a view of a parameter to find its node, and asks nobody about it:
+    the engine does so for each parameter at each checkpoint's backward (runtime/utils.py:1458)."""
+
+    def found(tensor: torch.Tensor) -> Any:
+        with torch._C._DisableTorchDispatch():
+            return find(tensor)
+
+    return found
+
+
 def _own(tensor: torch.Tensor, part: int, rank: int) -> int:
     """Elements of `tensor` in the part of `rank`, the last of which may be short or empty."""
     return max(0, min(part, tensor.numel() - rank * part))
@@ -107,8 +131,13 @@ def process_group(rank: int, world_size: int, recorder: Recorder) -> Iterator[No
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # importing it sets another
         import deepspeed.ops.adam.cpu_adam
         import deepspeed.utils.groups
+        import deepspeed.utils.nvtx
         from deepspeed.comm.torch import Noop, TorchBackend
         from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
+
+        stack.enter_context(mock.patch.object(deepspeed.utils.nvtx, "enable_nvtx", False))  # ranges for a profiler
+        find = torch.autograd.graph._get_grad_fn_or_grad_acc
+        stack.enter_context(mock.patch.object(torch.autograd.graph, find.__name__, _accumulator(find)))
 
         # Compares this rank with the others; alone, it agrees with itself.
         patch = mock.patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda *_: None)
@@ -119,6 +148,8 @@ def process_group(rank: int, world_size: int, recorder: Recorder) -> Iterator[No
         stack.enter_context(_without_overflow())
         stack.enter_context(mock.patch.object(partition_parameters.AllGatherCoalescedHandle, "wait", _wait))
         stack.enter_context(mock.patch.object(partition_parameters.Init, "_allgather_params", _allgather_params))
+        convert = partition_parameters.Init._convert_to_deepspeed_param
+        stack.enter_context(mock.patch.object(partition_parameters.Init, convert.__name__, _own_slice_only(convert)))
         stack.enter_context(mock.patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter_coalesced))
         for collective in _COLLECTIVES:
             stack.enter_context(mock.patch.object(TorchBackend, collective, lambda *_, **__: Noop()))
