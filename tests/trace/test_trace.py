@@ -48,7 +48,12 @@ def test_without_a_reference_dpo_holds_three():
 
 @pytest.mark.parametrize(
     ("transformers", "bytes_per_entry"),
-    [((5, 5), 2 + 4 + 4), ((4, 48), 2 + 4 + 8 * (TOKENS - 1) / TOKENS), ((4, 45), 4 + 8 * (TOKENS - 1) / TOKENS)],
+    [
+        ((5, 5), 2 + 4 + 4),
+        ((4, 49), 2 + 4 + 4),
+        ((4, 48), 2 + 4 + 8 * (TOKENS - 1) / TOKENS),
+        ((4, 45), 4 + 8 * (TOKENS - 1) / TOKENS),
+    ],
 )
 def test_the_sft_loss_costs_what_the_transformers_of_the_stack_makes_it_cost(transformers, bytes_per_entry):
     recorder = _trace(stage="sft", transformers=transformers)

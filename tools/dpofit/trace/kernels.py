@@ -34,6 +34,8 @@ def sdpa(
     which a bool mask becomes a bf16 bias of the mask's own shape, padded to a multiple of 16."""
     if query.dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.bfloat16) for tensor in (query, key, value))
+    if attn_mask is not None and attn_mask is not LOWER_RIGHT and attn_mask.dtype == torch.float32:
+        attn_mask = attn_mask.to(query.dtype)  # autocast's, like the others; only older transformers make such masks
     if attn_mask is LOWER_RIGHT:
         attn_mask, is_causal = None, True
     if attn_mask is None:
