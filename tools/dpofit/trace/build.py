@@ -13,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 from dpofit.trace import kernels, long_context, older, quantized, stubs
 from dpofit.trace.device import GPU
@@ -197,6 +198,13 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
     return model
 
 
+def _like(tensor: torch.Tensor, fake: FakeTensorMode | None) -> torch.Tensor:
+    if fake is None:
+        return torch.full(tensor.shape, 0.01, dtype=tensor.dtype, device=GPU)
+    with no_dispatch():
+        return FakeTensor(fake, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), GPU)
+
+
 def _materialize(model: torch.nn.Module, fake: FakeTensorMode | None) -> None:
     """Replace every meta parameter and buffer by one on the stand-in GPU, keeping ties."""
     made: dict[int, torch.Tensor] = {}
@@ -206,10 +214,10 @@ def _materialize(model: torch.nn.Module, fake: FakeTensorMode | None) -> None:
                 if param is None:
                     continue
                 if id(param) not in made:
-                    data = torch.full(param.shape, 0.01, dtype=param.dtype, device=GPU)
+                    data = _like(param, fake)
                     made[id(param)] = torch.nn.Parameter(data, requires_grad=param.requires_grad)
                 module._parameters[name] = made[id(param)]  # type: ignore[assignment]
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[name] = torch.full(buffer.shape, 0.01, dtype=buffer.dtype, device=GPU)
+                    module._buffers[name] = _like(buffer, fake)
     # `made` keys are ids of the meta parameters, alive in `model` until replaced one by one above.
