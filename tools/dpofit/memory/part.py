@@ -79,7 +79,7 @@ def head_spec(job: Job) -> HeadSpec:
     return HeadSpec(
         tied=job.tied_embeddings,
         outputs_cast_to_fp32=job.autocast,
-        shifted_logits_copied=not job.stack.at_least("transformers", "4.50"),
+        shifted_logits_copied=not job.stack.at_least("transformers", "4.49"),
         returned_wide=job.recipe.upcast_lmhead_output or not job.stack.at_least("transformers", "4.46"),
         own_loss=job.model.model_type == "qwen",
     )
