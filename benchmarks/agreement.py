@@ -83,7 +83,8 @@ class Point:
         lengths = Lengths(
             prompt=self.tokens // 2, chosen=self.tokens // 2, rejected=self.tokens // 2, padded=self.padded
         )
-        return Job(recipe, replace(shape, layers=TRACED_LAYERS), cluster, lengths, Stack())
+        layers = max(TRACED_LAYERS, shape.family.full_attention_every)  # at least one of each kind
+        return Job(recipe, replace(shape, layers=layers), cluster, lengths, Stack())
 
 
 def grid() -> Iterator[Point]:

@@ -7,6 +7,7 @@ ops/rope.py; the attention kernels as cited. Sizes are bytes.
 from __future__ import annotations
 
 from dpofit.memory.shared import shared_attention
+from dpofit.memory.softcap import capped, capped_backward
 from dpofit.memory.spec import BF16, FP32, LayerSpec
 from dpofit.memory.tape import Storage, Tape, Value
 
@@ -16,19 +17,18 @@ class AttentionOps:
 
     def __init__(self, spec: LayerSpec, tape: Tape) -> None:
         self.spec, self.tape = spec, tape
+        self.returned_weights: Storage | None = None  # eager attention returns them: the decoder layer's to let go of
 
     def rope(self, q: Value, k: Value) -> tuple[Value, Value]:
         """Rotary positions: q*cos + rotate_half(q)*sin out of place; Liger rotates in place."""
         spec, tape = self.spec, self.tape
-        if spec.liger:
-            return q, k
+        if spec.liger and spec.model.family.liger_rotary:
+            return self._liger_rope(q, k) if spec.model.family.fused_qkv else (q, k)
         factor = spec.residual_bytes // BF16  # cos and sin have the hidden states' dtype
         out = []
-        for name, x in (("q", q), ("k", k)):
-            size = x.storage.size_bytes
-            concatenated = spec.model.model_type == "phi3"  # rotated and passed-through parts of each head, none passed
-            if concatenated:  # q and k are slices of a larger projection
-                size = spec.query if name == "q" else spec.key
+        for name, x, whole in (("q", q, spec.query), ("k", k, spec.key)):
+            size = whole // spec.model.head_dim * (spec.model.rotary_dim or spec.model.head_dim)
+            joins = spec.model.family.joins_heads
             product = tape.new(f"rope.{name}.cos", size * factor, "workspace")
             negated = tape.new(f"rope.{name}.neg", size // 2, "workspace")
             rotated = tape.new(f"rope.{name}.rotated", size, "workspace")
@@ -37,16 +37,16 @@ class AttentionOps:
             tape.drop(rotated)
             y = Value(tape.new(f"rope.{name}.out", size * factor, "activations"), x.needs_grad)
             tape.drop(product, sine)
-            if concatenated:
-                whole = tape.new(f"rope.{name}.cat", size * factor, "activations")
+            if joins:  # with the part that is passed through, which may be none
+                joined = tape.new(f"rope.{name}.cat", whole * factor, "activations")
                 tape.drop(y.storage)
-                y.storage = whole
+                y.storage = joined
             if factor == 2:  # autocast brings q and k back to bf16 for the attention kernel
-                narrow = tape.new(f"rope.{name}.bf16", size, "activations")
+                narrow = tape.new(f"rope.{name}.bf16", whole, "activations")
                 tape.drop(y.storage)
                 y.storage = narrow
 
-            def backward(grad: Storage, x: Value = x, size: int = size, name: str = name) -> None:
+            def backward(grad: Storage, x: Value = x, size: int = size, whole: int = whole, name: str = name) -> None:
                 sine_grad = tape.new(f"rope.{name}.grad_sin", size * factor, "workspace")
                 half = tape.new(f"rope.{name}.grad_half", size * factor, "workspace")
                 tape.drop(sine_grad)
@@ -56,12 +56,30 @@ class AttentionOps:
                     narrow = tape.new(f"rope.{name}.grad_bf16", size, "activation_grads")
                     tape.drop(cosine_grad)
                     cosine_grad = narrow
+                if size < whole:  # slices of each head: zeros of the whole, and the gradient in its place
+                    spread = tape.new(f"rope.{name}.grad_heads", whole, "activation_grads")
+                    tape.drop(cosine_grad)
+                    cosine_grad = spread
                 tape.give(x, cosine_grad)
 
             tape.node(y, [], backward)
             out.append(y)
         tape.drop(q.storage, k.storage)  # query_states and key_states are rebound when the function returns
         return out[0], out[1]
+
+    def _liger_rope(self, q: Value, k: Value) -> tuple[Value, Value]:
+        """liger ops/rope.py wants q and k contiguous: slices of a larger projection are copied, forward and back."""
+        spec, tape = self.spec, self.tape
+        copies = [tape.new(f"rope.{name}", size, "activations") for name, size in (("q", spec.query), ("k", spec.key))]
+        rotated = Value(copies[0], q.needs_grad), Value(copies[1], k.needs_grad)
+        for x, y in zip((q, k), rotated, strict=True):
+
+            def backward(grad: Storage, x: Value = x) -> None:
+                tape.give(x, tape.hold(grad))
+
+            tape.node(y, [], backward)
+        tape.drop(q.storage, k.storage)
+        return rotated
 
     def attention(self, q: Value, k: Value, v: Value, mask: Storage | None) -> Value:
         kind = self.spec.attention
@@ -123,7 +141,10 @@ class AttentionOps:
             if repeats == 1:
                 wide.append(x)
                 continue
-            y = Value(tape.new(f"attention.repeat_{name}", spec.query, "activations"), x.needs_grad)
+            # one head for all: reshape of an expanded tensor is a view
+            alone = model.kv_heads == 1
+            wide_x = tape.hold(x.storage) if alone else tape.new(f"attention.repeat_{name}", spec.query, "activations")
+            y = Value(wide_x, x.needs_grad)
 
             def spread(grad: Storage, x: Value = x, name: str = name) -> None:
                 tape.give(x, tape.new(f"attention.sum_{name}", spec.key, "activation_grads"))
@@ -161,12 +182,15 @@ class AttentionOps:
         """modeling_qwen2.py eager_attention_forward: scores, fp32 softmax and bf16 weights, all [rows, heads, T, T]."""
         spec, tape, model = self.spec, self.tape, self.spec.model
         scores = spec.rows * model.heads * spec.tokens_per_row**2
-        repeats = model.heads // model.kv_heads
-        wide_size = spec.query if repeats > 1 else 0
+        copied = 1 < model.kv_heads < model.heads  # one head for all: reshape of an expanded tensor is a view
+        wide_size = spec.query if copied else 0
         k_wide, v_wide = (tape.new(f"attention.repeat_{n}", wide_size, "activations") for n in "kv")
         raw = tape.new("attention.scores", scores * BF16, "attention_scores")
         scaled = tape.new("attention.scaled", scores * BF16, "attention_scores")
         tape.drop(raw)
+        tanh: Storage | None = None
+        if model.attention_softcap is not None:  # modeling_gemma2.py: divided, tanh, multiplied; tanh saves its result
+            scaled, tanh = capped(tape, scaled, "attention_scores")
         masked = tape.new("attention.masked", scores * BF16, "attention_scores")
         tape.drop(scaled)
         wide = tape.new("attention.scores_fp32", scores * FP32, "attention_scores")
@@ -174,6 +198,7 @@ class AttentionOps:
         tape.drop(wide)
         weights = tape.new("attention.weights", scores * BF16, "attention_scores")
         tape.drop(masked)
+        self.returned_weights = tape.hold(weights)
         out = Value(tape.new("attention.out", spec.query, "activations"), _any_needs_grad(q, k, v))
 
         def backward(grad: Storage) -> None:
@@ -187,16 +212,18 @@ class AttentionOps:
             tape.drop(d_softmax)
             d_scores = tape.new("attention.d_scores", scores * BF16, "attention_scores")
             tape.drop(d_wide)
+            if tanh is not None:
+                d_scores = capped_backward(tape, d_scores, tanh, "attention_scores")
             d_scaled = tape.new("attention.d_scaled", scores * BF16, "attention_scores")
             tape.drop(d_scores)
             tape.give(q, tape.new("attention.dq", spec.query, "activation_grads"))
             tape.give(k, tape.new("attention.dk", spec.key, "activation_grads"))
             tape.drop(d_scaled)
 
-        keys, values = (k_wide, v_wide) if repeats > 1 else (k.storage, v.storage)
+        keys, values = (k_wide, v_wide) if copied else (k.storage, v.storage)
         tape.node(out, [q.storage, keys, values, softmax], backward)
         if not (tape.grad and out.needs_grad):
-            tape.drop(weights)  # else dropped where the matmul with v lets go of it
+            tape.drop(weights, tanh)  # else dropped where backward's nodes let go of them
         tape.drop(k_wide, v_wide, softmax, q.storage, k.storage, v.storage)
         return out
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from dpofit.memory.ops import Ops
 from dpofit.memory.shared import two_rows
+from dpofit.memory.softcap import capped, capped_backward
 from dpofit.memory.spec import BF16, FP32, LayerSpec
 from dpofit.memory.tape import Storage, Tape, Value
 from dpofit.models.shape import Linear
@@ -35,7 +36,9 @@ def embed(spec: LayerSpec, tape: Tape, category: str) -> Value:
     """Token embeddings `[rows, tokens, hidden]`, the first residual and the first layer's checkpoint."""
     size_bytes = spec.hidden * spec.residual_bytes // BF16
     tape.mark("pre", "embed_tokens")
+    unscaled = tape.new("embeddings", size_bytes, "activations") if spec.model.family.gemma else None
     value = Value(tape.new("hidden", size_bytes, category), True)
+    tape.drop(unscaled)
     tape.mark("post", "embed_tokens")
     return value
 
@@ -46,8 +49,10 @@ def embed_backward(spec: LayerSpec, tape: Tape, tied_gradient: Storage | None) -
     ends for the hooks, since token ids have no gradient."""
     tape.mark("pre_backward", "embed_tokens")
     if "embed_tokens" in spec.trained:
+        unscaled = spec.hidden * spec.residual_bytes // BF16 if spec.model.family.gemma else 0
+        scaled = tape.new("grad_embeddings", unscaled, "activation_grads")
         Ops(spec, tape).weight_gradient("embed_tokens", spec.model.embedding_parameters, computed_wide=True)
-        tape.drop(tied_gradient)
+        tape.drop(tied_gradient, scaled)
 
 
 def final_states(spec: LayerSpec, tape: Tape, hidden: Value, collated_tokens: int) -> tuple[LayerSpec, Value]:
@@ -74,7 +79,21 @@ def logits(spec: LayerSpec, tape: Tape, normed: Value, head: HeadSpec) -> tuple[
     else:
         output = _tied_head(spec, tape, normed, waiting)
     output.storage.category = LOGITS
-    return output, waiting
+    return _capped(tape, output) if model.logit_softcap is not None else output, waiting
+
+
+def _capped(tape: Tape, output: Value) -> Value:
+    """Gemma 2's final_logit_softcapping, in bf16."""
+    storage, tanh = capped(tape, output.storage, LOGITS)
+    result = Value(storage, output.needs_grad)
+
+    def backward(grad: Storage) -> None:
+        tape.give(output, capped_backward(tape, tape.hold(grad), tanh, LOGITS))
+
+    tape.node(result, [], backward)
+    if not (tape.grad and output.needs_grad):
+        tape.drop(tanh)  # else where backward lets go of it
+    return result
 
 
 def _tied_head(spec: LayerSpec, tape: Tape, normed: Value, waiting: list[Storage]) -> Value:
@@ -214,8 +233,9 @@ def fused_causal_lm_loss(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadS
     tape.mark("pre", name)
     increase = -(-model.vocab_size // model.hidden_size)
     chunk_rows = min(1 << (-(-spec.tokens // increase) - 1).bit_length(), spec.tokens)
-    grad_input = tape.new("grad_hidden", normed.storage.size_bytes, "activation_grads")
-    grad_input.shift = model.layers  # Liger's RMSNorm writes the last layer's gradient over it
+    in_place = model.family.liger_norms_in_place  # Liger's RMSNorm writes the last layer's gradient over it
+    grad_input = tape.new("grad_hidden" if in_place else "grad_states", normed.storage.size_bytes, "activation_grads")
+    grad_input.shift = model.layers if in_place else 0
     weight_bytes = FP32 if spec.autocast else BF16
     grad_weight: Storage | None = None
     if name in spec.trained and tape.grad:

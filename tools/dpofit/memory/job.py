@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from dpofit.hardware.cluster import Cluster
 from dpofit.memory.bands import Band, Selection, Trained, bands, own_parameters, trained_modules
 from dpofit.memory.spec import BF16, FP32, Attention, LayerSpec, Lora, Quantization, SharedRow
+from dpofit.models.family import FAMILIES
 from dpofit.models.shape import ModelShape
 from dpofit.recipe.recipe import Recipe, ZeroConfig
 
-LIGER_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+LIGER_MODEL_TYPES = frozenset(name for name, family in FAMILIES.items() if family.liger)
 NO_REFERENCE = frozenset({"orpo", "simpo"})
 
 
@@ -269,9 +270,23 @@ class Job:
         return pairs * max(lengths.chosen + lengths.rejected, 2)
 
     @property
+    def flash_attn(self) -> str:
+        """The recipe's, but for Gemma 2's `auto`: LLaMA-Factory then takes FlashAttention-2 where that package is (it
+        is not in requirements.txt), and else eager attention (0.9.5 model_utils/attention.py:46-54)."""
+        capped = self.model.model_type == "gemma2" and self.recipe.flash_attn == "auto"
+        return "disabled" if capped else self.recipe.flash_attn
+
+    @property
+    def windowed(self) -> bool:
+        """Rows are longer than the window that some layers attend in: sdpa then needs a mask, padding or not
+        (transformers 5.5.4 masking_utils.py:263-272)."""
+        window = self.model.sliding_window
+        return window is not None and self.row_tokens >= window
+
+    @property
     def attention(self) -> Attention:
         """The kernel that runs: `auto` is transformers' default, sdpa; sdpa with a mask is the efficient kernel."""
-        kind = self.recipe.flash_attn
+        kind = self.flash_attn
         if self.shared:
             return "flash"  # two calls without a mask, whatever is padded
         if kind == "disabled":
@@ -280,7 +295,7 @@ class Job:
             return "flash" if kind in ("fa2", "fa3") else "efficient"
         if kind in ("fa2", "fa3"):
             return "flash_varlen" if self.lengths.padded else "flash"
-        return "efficient" if self.lengths.padded else "flash"
+        return "efficient" if self.lengths.padded or self.windowed else "flash"
 
     def layer_spec(self, rows: int, trained: bool) -> LayerSpec:
         """How the model computes with `rows` rows outside its layers, and inside with `in_band`; `trained` False for a
@@ -303,5 +318,6 @@ class Job:
             wide_norms=self.recipe.upcast_layernorm and trained,
             shared=self.shared,
             tiled=self.on("tiled_mlp"),
+            padded=self.lengths.padded,
             packed=self.recipe.neat_packing,
         )

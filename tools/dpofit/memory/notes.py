@@ -74,6 +74,12 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
         note("disk-grows", "No save_total_limit: every checkpoint stays; the total counts one.")
     if recipe.gradient_accumulation > 1 and job.zero_stage >= 2:
         note("accumulation-free", "Gradient accumulation changes no memory peak under ZeRO-2 and 3.")
-    if job.model.sliding_window:
-        note("sliding-window", "Sliding-window attention is planned as full attention: same memory without a mask.")
+    if job.windowed and job.attention == "efficient":
+        text = f"Layers that attend in a window of {job.model.sliding_window:,} tokens have a mask, padding or not."
+        note("sliding-window", text)
+    if job.flash_attn != recipe.flash_attn:
+        text = (
+            f"flash_attn: auto is eager attention for {job.model.name} unless flash-attn is installed: then set fa2."
+        )
+        note("eager-attention", text)
     return notes

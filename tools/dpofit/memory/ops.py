@@ -1,7 +1,7 @@
 """Operators of a decoder layer on the tape: linear with and without adapter, RMSNorm, gated MLP, residual.
 
 Sources: transformers 5.5.4 models/qwen2/modeling_qwen2.py; peft 0.18.1 tuners/lora/layer.py; liger-kernel 0.8.5
-ops/rms_norm.py, ops/swiglu.py. Sizes are bytes.
+ops/swiglu.py. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dpofit.memory.dora import DoraLinear
+from dpofit.memory.norms import rms_norm
 from dpofit.memory.quantized import quantized_linear
 from dpofit.memory.spec import BF16, FP32, LayerSpec, Lora
 from dpofit.memory.tape import BARE, Mark, Storage, Tape, Value
@@ -25,9 +26,14 @@ class Ops:
     def linear(self, x: Value, linear: Linear) -> Value:
         """F.linear of a base module, with its adapter when it is a target."""
         spec, lora = self.spec, self.spec.lora
-        if lora is not None and spec.lora_active and linear.name.rpartition(".")[2] in lora.targets:
+        if lora is None or linear.name.rpartition(".")[2] not in lora.targets:
+            return self._frozen_or_trained(x, linear)
+        if spec.lora_active:
             return DoraLinear(self, linear, lora).forward(x) if lora.dora else self._lora_linear(x, linear, lora)
-        return self._frozen_or_trained(x, linear)
+        self.tape.mark("pre", f"{linear.name}.lora_A")  # peft's layer around the base: see _lora_linear
+        y = self._frozen_or_trained(x, linear)
+        self.tape.mark("post", f"{linear.name}.lora_A")
+        return y
 
     def _frozen_or_trained(self, x: Value, linear: Linear) -> Value:
         if self.spec.quantization is not None:
@@ -234,77 +240,7 @@ class Ops:
 
     # norms
     def rms_norm(self, x: Value, name: str, width: int, count: int) -> Value:
-        """RMSNorm over `count` rows of `width` elements; x is bf16, or the fp32 residual stream. An fp32 weight makes
-        the output of bf16 rows fp32."""
-        if self.spec.liger:
-            return self._liger_rms_norm(x, name, width, count)
-        tape, elements = self.tape, width * count
-        wide_in = x.storage.size_bytes == elements * FP32
-        trained = name in self.spec.trained
-        wide_out = wide_in or self.spec.wide(name)
-        tape.mark("pre", name)
-        x32 = tape.hold(x.storage) if wide_in else tape.new(f"{name}.fp32", elements * FP32, "activations")
-        square = tape.new(f"{name}.square", elements * FP32, "workspace")
-        rstd = tape.new(f"{name}.rstd", count * FP32, "activations")
-        tape.drop(square)
-        normed = tape.new(f"{name}.normed32", elements * FP32, "activations")
-        saved = [tape.hold(x32), rstd] if tape.grad and x.needs_grad else []
-        tape.drop(x32)  # hidden_states is rebound
-        low = tape.hold(normed) if wide_in else tape.new(f"{name}.normed", elements * BF16, "activations")
-        out = tape.new(f"{name}.out", elements * (FP32 if wide_out else BF16), "activations")
-        y = Value(out, x.needs_grad or trained)
-
-        def backward(grad: Storage) -> None:
-            low_grad = tape.new(f"{name}.grad_normed", out.size_bytes, "activation_grads")
-            if trained:
-                tape.temporary(f"{name}.grad_weight", out.size_bytes)
-                self.weight_gradient(name, width, computed_wide=wide_out)
-            if not x.needs_grad:
-                tape.drop(low_grad)
-                return
-            if wide_out and not wide_in:  # the gradient of the bf16 factor
-                narrow = tape.new(f"{name}.grad_narrow", elements * BF16, "activation_grads")
-                tape.drop(low_grad)
-                low_grad = narrow
-            grad32 = low_grad if wide_in else tape.new(f"{name}.grad32", elements * FP32, "activation_grads")
-            if not wide_in:
-                tape.drop(low_grad)
-            x_grad = tape.new(f"{name}.grad_x", elements * FP32, "activation_grads")
-            tape.temporary(f"{name}.grad_rstd", elements * FP32)
-            tape.drop(grad32)
-            mean_grad = tape.new(f"{name}.grad_mean", elements * FP32, "workspace")
-            doubled = tape.new(f"{name}.grad_pow", elements * FP32, "workspace")
-            square_grad = tape.new(f"{name}.grad_square", elements * FP32, "workspace")
-            tape.drop(doubled, mean_grad, square_grad)
-            if wide_in:
-                tape.give(x, x_grad)
-            else:
-                result = tape.new(f"{name}.grad_in", elements * BF16, "activation_grads")
-                tape.drop(x_grad)
-                tape.give(x, result)
-
-        tape.node(y, saved + ([low] if trained else []), backward, name)
-        tape.drop(saved[0] if saved else None, rstd, low, normed)
-        tape.mark("post", name)
-        return y
-
-    def _liger_rms_norm(self, x: Value, name: str, width: int, count: int) -> Value:
-        """liger ops/rms_norm.py: saves X and fp32 rstd; in_place backward writes dX over dY."""
-        tape = self.tape
-        trained = name in self.spec.trained
-        tape.mark("pre", name)
-        y = Value(tape.new(f"{name}.out", x.storage.size_bytes, "activations"), x.needs_grad or trained)
-        rstd = tape.new(f"{name}.rstd", count * FP32, "activations")
-
-        def backward(grad: Storage) -> None:
-            if trained:
-                self.weight_gradient(name, width)
-            tape.give(x, tape.hold(grad))
-
-        tape.node(y, [x.storage, rstd], backward, name)
-        tape.drop(rstd)
-        tape.mark("post", name)
-        return y
+        return rms_norm(self, x, name, width, count)
 
     # MLP
     def gated_mlp(self, x: Value, gate: Linear, up: Linear, down: Linear) -> Value:
@@ -352,6 +288,8 @@ class Ops:
         spec, tape = self.spec, self.tape
         both = self.linear(x, gate_up)
         inner = spec.tokens * down.in_features * BF16
+        if spec.liger:
+            return self._halves_through(both, self._liger_halves(both, inner), down)
         tape.mark("pre", BARE)  # activation_fn
         activated = tape.new("mlp.silu", inner, "activations")
         product = Value(tape.new("mlp.product", inner, "activations"), both.needs_grad)
@@ -370,9 +308,26 @@ class Ops:
         tape.node(product, [both.storage], backward)
         if not (tape.grad and product.needs_grad):
             tape.drop(activated)  # else where its own node lets go of it
-        tape.drop(both.storage)
+        return self._halves_through(both, product, down)
+
+    def _liger_halves(self, both: Value, inner: int) -> Value:
+        """liger transformers/swiglu.py LigerPhi3SwiGLUMLP: its kernel wants each half contiguous, and saves the copies,
+        over which it writes their gradients."""
+        tape = self.tape
+        gate, up = (tape.new(f"mlp.{name}", inner, "activations") for name in ("gate", "up"))
+        product = Value(tape.new("mlp.product", inner, "activations"), both.needs_grad)
+
+        def backward(grad: Storage) -> None:
+            tape.give(both, tape.new("mlp.grad_gate_up", 2 * inner, "activation_grads"))
+
+        tape.node(product, [gate, up], backward)
+        tape.drop(gate, up)
+        return product
+
+    def _halves_through(self, both: Value, product: Value, down: Linear) -> Value:
+        """`down` of the product, while the names `gate` and `up_states` are views of both."""
         y = self.linear(product, down)
-        tape.drop(product.storage)
+        self.tape.drop(product.storage, both.storage)
         return y
 
     def boundary(self, y: Value, module: str) -> Value:
@@ -392,7 +347,7 @@ class Ops:
     def residual(self, x: Value, y: Value, tag: str) -> Value:
         """x + y; both get the gradient as it is. Phi-3 has a dropout module before it."""
         tape = self.tape
-        dropout = self.spec.model.model_type == "phi3"
+        dropout = self.spec.model.family.residual_dropout
         if dropout:
             tape.mark("pre", BARE)
         size_bytes = self.spec.hidden * self.spec.residual_bytes // BF16

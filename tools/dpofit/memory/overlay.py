@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from dpofit.memory.layerwise import StepInBackward
@@ -28,6 +28,7 @@ from dpofit.memory.zero3 import (
     coordinate,
     left_gathered,
     offset,
+    retraced,
     untraced,
 )
 
@@ -46,6 +47,7 @@ class Engine:
     traced: bool
     twice: bool = False  # forwarded twice a step, policy and reference: see `_hooks`
     leaves: Leaves = NO_LEAVES
+    steady: bool = False  # not the first step
     later: bool = False  # no step's first micro-batch: what the one before left gathered is there
     embedding_hooked: bool = True  # backward reaches the embedding, whose hook gathers it and never releases
     in_host_memory: int = 1  # parts of each parameter, of which each rank copies its own to the GPU to gather it
@@ -231,10 +233,13 @@ def _hooks(
     counter by which the hook of the first one's backward would know its end (parameter_offload.py
     ds_grads_remaining). Layers that are recomputed later have counters of their own again.
     """
-    hooks = []
+    hooks: list[tuple[bool, int]] = []
+    forwards: list[int] = []  # where each begins
     for part, part_marks in zip(parts, marks, strict=True):
         if part.engine != engine.name:
             continue
+        if any(mark.kind == "pre" and mark.module == "root" for mark in part_marks):
+            forwards.append(len(hooks))
         recomputed = any(mark.kind == "pre" for mark in part_marks)
         relative = [
             (
@@ -248,12 +253,16 @@ def _hooks(
         for layer in _order(part):
             base = 0 if layer is None else offset(layer)
             hooks += [(fetch, module if outside else module + base) for fetch, module, outside in relative]
-    threshold = engine.config.persistence_threshold
+    several = engine.steady and not engine.traced and len(forwards) > 1
+    threshold = 0 if several else engine.config.persistence_threshold
     sizes = {m: sum(count for count in counts if count > threshold) for m, counts in engine.parameters.items()}
 
     def acted(found: frozenset[int]) -> list[tuple[Action, ...]]:
         if engine.traced:
             actions = coordinate(hooks, engine.parameters, engine.config, engine.leaves, found)
+        elif several:
+            passes = [hooks[start:end] for start, end in pairwise([*forwards, len(hooks)])]
+            actions = retraced(passes, engine.parameters, engine.config, engine.leaves, found)
         else:
             actions = untraced(hooks, sizes, engine.leaves, found)
         if engine.in_host_memory == 1:

@@ -46,10 +46,16 @@ def inputs(
     if clone:  # nested_detach(batch, clone=True), dpo/trainer.py:216
         tape.new("batch_clone", 3 * tokens * INT64, "batch")
     batch = Part(phase, literal(tape.cut()), engine=engine)
-    tape.new("rotary", 2 * spec.tokens_per_row * spec.model.head_dim * BF16, "activations")
+    family = spec.model.family
+    tables = 2 * (spec.model.kinds_of_attention if family.rotary_of_each_kind else 1)
+    rotary_dim = spec.model.rotary_dim or spec.model.head_dim
+    tape.new("rotary", tables * spec.tokens_per_row * rotary_dim * BF16, "activations")
     if spec.attention in ("efficient", "eager") and not spec.packed:
         per_pair = 1 if spec.attention == "efficient" else BF16
-        mask = tape.new("mask", spec.rows * spec.tokens_per_row**2 * per_pair, "attention_mask")
+        # with rows of equal length the layers that attend to all need none under sdpa
+        equal = spec.attention == "efficient" and not spec.padded
+        masks = 2 if family.full_attention_every and not equal else 1
+        mask = tape.new("mask", masks * spec.rows * spec.tokens_per_row**2 * per_pair, "attention_mask")
     return batch, Part(phase, literal(tape.cut()), engine=engine), mask
 
 
@@ -71,7 +77,8 @@ def embedding(spec: LayerSpec, tape: Tape, category: str = "activations", around
         tape.mark("pre", BARE)
     tape.mark("pre", "model")
     embed(spec, tape, category)
-    tape.mark("pre", "rotary_emb")
+    for _ in range(spec.model.layers if spec.model.family.rotary_of_each_kind else 1):  # asked for each layer's kind
+        tape.mark("pre", "rotary_emb")
     return list(literal(tape.cut(), layer0=f"{tape.prefix}hidden"))
 
 

@@ -29,8 +29,6 @@ def check_scope(recipe: Recipe, model: ModelShape) -> None:
         names = ", ".join(dict.fromkeys(linear.name for linear in model.linears))
         wrong = f"{', '.join(unknown)}: no linear layer of {model.name} is called that"
         problems.append(Problem(where, "lora_target", wrong, f"It has: all, {names}"))
-    if model.model_type == "phi3":
-        problems += [Problem(where, *problem) for problem in _phi3_problems(recipe)]
     problems += [Problem(where, *problem) for problem in own_optimizer_problems(recipe, model)]
     if recipe.finetuning == "freeze":
         problems += [Problem(where, *problem) for problem in _freeze_problems(recipe, model)]
@@ -48,17 +46,6 @@ def _piece_problems(recipe: Recipe, model: ModelShape) -> Iterator[tuple[str, st
     if "shared_prompt" in pieces and model.sliding_window is not None:
         wrong = f"shared_prompt: {model.name} attends in a sliding window of {model.sliding_window:,} tokens"
         yield "long_context", wrong, "Turn it off for this model"
-
-
-def _phi3_problems(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """What is modelled of other architectures and not of Phi-3's fused projections."""
-    if recipe.zero is not None and recipe.zero.stage == 3 and recipe.finetuning == "lora":
-        wrong = "adapters on Phi-3 under ZeRO-3 are not modelled yet"
-        yield "deepspeed", wrong, "Modelled: adapters without DeepSpeed or at stage 0, 1, 2; full at every stage"
-    if recipe.liger:
-        yield "enable_liger_kernel", "Liger on Phi-3 is not modelled yet", "Leave it out"
-    if "tiled_mlp" in recipe.long_context:
-        yield "long_context", "tiled_mlp on Phi-3 is not modelled yet", "Leave it out"
 
 
 def _freeze_problems(recipe: Recipe, model: ModelShape) -> Iterator[tuple[str, str, str]]:

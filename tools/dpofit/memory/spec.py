@@ -73,6 +73,7 @@ class LayerSpec:
     quantization: Quantization | None = None  # of the frozen base
     shared: SharedRow | None = None  # shared_prompt: what the one row is made of
     tiled: bool = False  # tiled_mlp
+    padded: bool = True  # some row is shorter than the longest
     packed: bool = False  # neat_packing: the rows are several samples that don't see each other
 
     @property

@@ -203,7 +203,7 @@ def _engines(job: Job, sizes: ZeroSizes | None, ids: ModuleIds, traced: bool) ->
     later = job.recipe.gradient_accumulation > 1
     slices = job.world_size if job.zero.offload_param == "cpu" else 1
     coordinator, unbroken = sizes.coordinator(), traced and not twice
-    policy = Engine("policy", parameters, coordinator, unbroken, twice, leaves, later, hooked, slices)
+    policy = Engine("policy", parameters, coordinator, unbroken, twice, leaves, traced, later, hooked, slices)
     found = [policy]
     if job.reference_copy:
         alone = _parameters(job, ids, adapters=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -233,15 +233,84 @@ def _reused(uses: Sequence[int], passed: Sequence[int], step_id: int, distance: 
     return False
 
 
+def retraced(
+    passes: Sequence[Sequence[tuple[bool, int]]],
+    parameters: Mapping[int, tuple[int, ...]],
+    config: CoordinatorConfig,
+    leaves: Leaves = NO_LEAVES,
+    found: frozenset[int] = frozenset(),
+) -> list[tuple[Action, ...]]:
+    """What each hook does where one engine is forwarded several times a step, as the policy is whose adapters are off
+    in the reference. To the coordinator each forward is a step (reset_step): one is recorded, the next is compared
+    with the record and fetches ahead as long as it agrees; then it lets go of what has come too early and of the
+    record, and the one after that is recorded again. Without a whole record small parameters don't stay either
+    (release_sub_module)."""
+    config = replace(config, persistence_threshold=0)
+    sizes = {module: sum(counts) for module, counts in parameters.items()}
+    mode, record = "invalid", list[int]()
+    actions: list[tuple[Action, ...]] = []
+    for _ in range(2):  # the first step finds no record
+        actions, available = [], found
+        for hooks in passes:
+            mode = {"invalid": "record", "record": "complete"}.get(mode, mode)
+            cut = _agreement(hooks, record) if mode == "complete" else 0
+            rest = [(True, module) for module in record[sum(fetch for fetch, _ in hooks[:cut]) :]]
+            done = coordinate([*hooks[:cut], *rest], parameters, config, leaves, available)[:cut] if cut else []
+            if cut < len(hooks):
+                early = _came_early(hooks[:cut], done, sizes)
+                still = left_gathered([*((Action(True, m, sizes[m]),) for m in sorted(available)), *done, early])
+                others = untraced(hooks[cut:], sizes, leaves, still)
+                done = [*done, (*early, *others[0]), *others[1:]]
+                mode = "invalid" if mode == "complete" else mode
+            if mode == "record":
+                record = [module for fetch, module in hooks if fetch]
+            actions += done
+            available = left_gathered([*((Action(True, m, sizes[m]),) for m in sorted(available)), *done])
+    return actions
+
+
+def _agreement(hooks: Sequence[tuple[bool, int]], record: Sequence[int]) -> int:
+    """How many hooks there are before the first fetch that is not what was recorded."""
+    fetched = 0
+    for index, (fetch, module) in enumerate(hooks):
+        if fetch:
+            if fetched >= len(record) or record[fetched] != module:
+                return index
+            fetched += 1
+    return len(hooks)
+
+
+def _came_early(
+    hooks: Sequence[tuple[bool, int]], actions: Sequence[tuple[Action, ...]], sizes: Mapping[int, int]
+) -> tuple[Action, ...]:
+    """_clean_inflight_param_registry: what was fetched ahead and not met is waited for, which copies it out of flat
+    buffers, and goes; the flat buffers last."""
+    met: set[int] = set()
+    gathered: dict[int, int] = {}
+    flats: dict[int, int] = {}
+    for (fetch, module), done in zip(hooks, actions, strict=True):
+        for action in done:
+            kind = flats if action.flat else gathered
+            if action.appears:
+                kind[action.module] = action.elements
+            else:
+                kind.pop(action.module, None)
+        if fetch:
+            met.add(module)
+    gone = [Action(False, module, elements) for module, elements in gathered.items() if module not in met]
+    for module, elements in flats.items():
+        if module not in gathered:  # none of it met: copied out only now
+            gone += [Action(True, module, elements, copied=True), Action(False, module, elements)]
+    return (*gone, *(Action(False, module, elements, flat=True) for module, elements in flats.items()))
+
+
 def untraced(
     hooks: Sequence[tuple[bool, int]],
     sizes: Mapping[int, int],
     leaves: Leaves = NO_LEAVES,
     found: frozenset[int] = frozenset(),
 ) -> list[tuple[Action, ...]]:
-    """A step without a complete trace: no prefetch, release at once. That is the first step, and every step of a LoRA
-    run whose reference is the same module with adapters off, since the two forwards undo the trace. `sizes`: elements
-    of each module that move."""
+    """A step without a complete trace: no prefetch, release at once. `sizes`: elements of each module that move."""
     available = set(found)
     actions: list[tuple[Action, ...]] = []
     for fetch, module in hooks:

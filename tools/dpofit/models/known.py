@@ -20,8 +20,12 @@ _REASONS = (
     (r"-a\d+b\b|moe|mixtral|\d+x\d+b|deepseek-((coder-)?v[23]|r1$|r1-0528$|r1-zero)|llama-4", "a mixture of experts"),
     (r"\bvl\b|-vl-|qvq|vision|omni|audio|pixtral|llava|qwen3\.5", "a vision or audio model"),
     (r"gptq|awq|int[48]\b|[48]-?bits?\b|bnb|gguf|fp8|mlx", "a checkpoint quantised beforehand"),
-    (r"gemma|\bphi|glm|internlm|baichuan|falcon|bloom|\bgpt|granite|olmo|minicpm", "another architecture"),
+    (r"gemma-3-(4|12|27)b|medgemma-(4b|27b-it|1\.5)|gemma-3n|gemma-4|glm-?4\.[15]v|glm-ocr",
+     "a model that LLaMA-Factory loads whole, with its vision tower and projector"),
+    (r"phi-(1|2$|3-small)|gemma|glm|internlm|baichuan|falcon|bloom|\bgpt|granite|olmo|minicpm", "another architecture"),
 )  # fmt: skip
+# glm-4-9b of 2024: a config.json of model_type chatglm, with code of its own that isn't transformers' glm
+_OWN_CODE = re.compile(r"glm-4-9b(-chat)?(-1m)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,10 @@ def find_model(reference: str, base: Path | None = None) -> ModelShape:
     exact = rows.get("/".join(parts).lower())
     if exact is not None:
         return exact.shape(exact.model_id)
+    if parts and _OWN_CODE.fullmatch(parts[-1]):
+        wrong = f"{reference!r} runs code of its own repository (chatglm), which is not modelled"
+        right = f"The same weights for transformers' own code: zai-org/{parts[-1]}-hf. Supported: {SUPPORTED}"
+        raise BadInput(Problem("model_name_or_path", None, wrong, right))
     row = _by_bare_name().get(_bare(parts[-1])) if parts else None
     if row is not None:
         note = "" if len(parts) == 1 else f"; {reference} taken for {row.model_id} by its name"

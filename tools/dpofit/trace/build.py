@@ -86,10 +86,6 @@ def _patch_liger(patch: Any) -> None:
     import liger_kernel.ops.rms_norm as rms_norm
     import liger_kernel.transformers.monkey_patch  # noqa: F401  imports all that it patches with
     import transformers.loss.loss_utils
-    from transformers.models.llama import modeling_llama
-    from transformers.models.mistral import modeling_mistral
-    from transformers.models.qwen2 import modeling_qwen2
-    from transformers.models.qwen3 import modeling_qwen3
 
     dispatch = importlib.import_module("liger_kernel.backends.dispatch")
     # Now, not amid a trace: an import that fails is logged with its callers' frames, and so keeps their tensors alive.
@@ -100,9 +96,8 @@ def _patch_liger(patch: Any) -> None:
     patch(rms_norm, "rms_norm_backward", _as_on_cuda(rms_norm.rms_norm_backward))
     patch(flce, "fused_linear_cross_entropy_forward", _as_on_cuda(flce.fused_linear_cross_entropy_forward))
     # Liger replaces these globally; patching each with itself puts the originals back on exit.
-    for module, name in (
-        (modeling_llama, "Llama"), (modeling_mistral, "Mistral"), (modeling_qwen2, "Qwen2"), (modeling_qwen3, "Qwen3")
-    ):  # fmt: skip
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2", "Gemma3", "Glm4"):
+        module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
         for part in ("RMSNorm", "MLP"):
             patch(module, name + part, getattr(module, name + part))
         patch(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)

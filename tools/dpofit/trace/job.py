@@ -14,6 +14,7 @@ from dpofit.memory.partition import fullest_ranks
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Phase, Program, Space
 from dpofit.memory.scope import STAGES
+from dpofit.models.family import FAMILIES
 from dpofit.recipe.long_context import PIECES
 from dpofit.recipe.recipe import Recipe, ZeroConfig
 from dpofit.trace.optimizers import TRACED, missing_package, own_optimizer
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from dpofit.trace.storages import Mark, Recorder, Storage
 
 STEPS = 2  # the first, which has no prefetch, and the steady one
-_CONFIG_TYPES = ("qwen2", "qwen3", "llama", "mistral", "phi3")
+_CONFIG_TYPES = tuple(name for name in FAMILIES if name != "qwen")  # Qwen 1 is code of its own repository
 
 
 def trace_job(job: Job, rank: int = 0) -> Program:
@@ -78,6 +79,7 @@ def request_of(job: Job) -> TraceRequest:
         head_dim=model.head_dim,
         tied_embeddings=model.tied_embeddings,
         max_positions=model.max_positions,
+        architecture=model.architecture_keys,
         quantization_bit=recipe.quantization_bit,
         double_quantization=recipe.double_quantization,
         rows=recipe.micro_batch * (2 if job.pairs else 1),
@@ -101,7 +103,7 @@ def request_of(job: Job) -> TraceRequest:
         precision="deepspeed" if recipe.zero else "autocast" if job.autocast else "pure_bf16",
         checkpointing=_checkpointing(recipe),
         liger=recipe.liger,
-        attention=_ATTENTION[recipe.flash_attn],
+        attention=_ATTENTION[job.flash_attn],
         padding=job.lengths.padded and not recipe.neat_packing,
         packed=recipe.neat_packing,
         micro_batches=min(recipe.gradient_accumulation, 2),  # the third is like the second

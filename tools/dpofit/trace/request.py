@@ -32,7 +32,7 @@ class TraceRequest:
     quantization_bit: int | None = None  # 4, 8: by bitsandbytes
     double_quantization: bool = False
     max_positions: int = 32768
-    sliding_window: int | None = None
+    architecture: tuple[tuple[str, Any], ...] = ()  # keys of config.json that only some families have
     stage: str = "dpo"
     pref_loss: str = "sigmoid"
     finetuning: str = "full"
@@ -79,6 +79,4 @@ class TraceRequest:
             "tie_word_embeddings": self.tied_embeddings, "max_position_embeddings": self.max_positions,
             "dtype": "bfloat16",
         }  # fmt: skip
-        if self.sliding_window is not None:
-            values["sliding_window"] = self.sliding_window
-        return values
+        return values | dict(self.architecture)
