@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import redirect_stdout
 from io import StringIO
@@ -26,6 +27,7 @@ def trace_and_draw(job: Job, timeline: Path | None, force: bool) -> Traced:
         raise BadInput(Problem(str(timeline), "--timeline", f"{timeline.parent} is no folder", "Make it first"))
     with redirect_stdout(StringIO()), collector_off():  # DeepSpeed prints its start; stdout is the answer's
         program, substitutions = _traced(job)
+    gc.freeze()  # the command is about to end: at its exit the collector would look through all of that
     if timeline is not None:
         from dpofit.trace.timeline import draw_timeline
 
@@ -49,7 +51,7 @@ def compared_peaks(program: Program) -> dict[str, int]:
 
 def _traced(job: Job) -> tuple[Program, tuple[str, ...]]:
     try:
-        from dpofit.trace.build import import_training_stack
+        from dpofit.trace.imports import import_training_stack
 
         import_training_stack()
     except ImportError as missing:

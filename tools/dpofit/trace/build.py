@@ -18,6 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from dpofit.trace import kernels, long_context, older, quantized, stubs
 from dpofit.trace.device import GPU
+from dpofit.trace.imports import import_training_stack
 from dpofit.trace.request import TraceRequest
 
 
@@ -27,13 +28,6 @@ def _as_on_cuda(function: Any) -> Any:
     scope: dict[str, Any] = {}
     exec(compile(source, inspect.getsourcefile(function) or "liger", "exec"), function.__globals__, scope)
     return scope[function.__name__]
-
-
-def import_training_stack() -> None:
-    """LLaMA-Factory first: importing it mends what trl 0.24 misreads of transformers 5."""
-    import llamafactory.train.tuner  # noqa: F401
-
-    logging.getLogger("llamafactory").setLevel(logging.WARNING)
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dpofit.trace import kernels, long_context, zero
-from dpofit.trace.build import arguments, build_model, cuda_semantics, import_training_stack
+from dpofit.trace.build import arguments, build_model, cuda_semantics
 from dpofit.trace.device import GPU
+from dpofit.trace.imports import import_training_stack
 from dpofit.trace.memo import Memo
 from dpofit.trace.optimizers import make_optimizer
 from dpofit.trace.reference_pass import run_reference_pass

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dpofit.trace.device import GPU, HOST, deepspeed_accelerator
+from dpofit.trace.imports import import_deepspeed
 from dpofit.trace.storages import Recorder
 
 # What DeepSpeed and accelerate read, beside rank and world size.
@@ -114,6 +115,7 @@ def process_group(rank: int, world_size: int, recorder: Recorder) -> Iterator[No
         stack.enter_context(
             mock.patch.dict(os.environ, _ENVIRONMENT | {"RANK": str(rank), "WORLD_SIZE": str(world_size)})
         )
+        import_deepspeed()
         from deepspeed.accelerator import real_accelerator
 
         def pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""Imports the training stack without what only plots and compilers need: those load when first called."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+def import_training_stack() -> None:
+    """LLaMA-Factory first: importing it mends what trl 0.24 misreads of transformers 5."""
+    with _later("matplotlib", "matplotlib.figure", "matplotlib.pyplot"):  # llamafactory/extras/ploting.py
+        import llamafactory.train.tuner  # noqa: F401
+
+    logging.getLogger("llamafactory").setLevel(logging.WARNING)
+
+
+def import_deepspeed() -> None:
+    """DeepSpeed compiles a function of its Muon where it defines it, and its own compiler imports torch's."""
+    with mock.patch.object(torch, "compile", _compiled_later), _later("deepspeed.compile.inductor"):
+        import deepspeed  # noqa: F401
+
+
+class _Later(ModuleType):
+    """A module of functions that is imported when one of them is called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: getattr(importlib.import_module(self.__name__), name)(*args, **kwargs)
+
+
+@contextmanager
+def _later(*names: str) -> Iterator[None]:
+    """Inside, an import of these modules, where nobody has imported them, gives one that comes later."""
+    stood_in = {name: _Later(name) for name in names if names[0] not in sys.modules}
+    sys.modules.update(stood_in)
+    try:
+        yield
+    finally:
+        for name in stood_in:
+            del sys.modules[name]
+
+
+def _compiled_later(function: Any = None, **options: Any) -> Any:
+    """torch.compile at the first call."""
+    if function is None:
+        return partial(_compiled_later, **options)
+    compiled: list[Any] = []
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not compiled:
+            compiled.append(torch.compile(function, **options))
+        return compiled[0](*args, **kwargs)
+
+    return call
