@@ -53,8 +53,8 @@ def closely(family: str, head: str) -> bool:
 
 
 def cases(everything: bool = ALL) -> Iterator[tuple[Case, tuple[str, ...]]]:
-    """Of every case the two pieces that know of heads and losses alone, and all that it can have together; in batches of
-    two pairs of the two families looked at closely each piece alone."""
+    """Of every case the two pieces that know of heads and losses alone, and all that it can have together; of the two
+    families looked at closely, in batches of two pairs, each piece alone."""
     for case in all_cases() if everything else chosen_cases():
         every = together(case)
         each = every if everything and case.batch == 2 and closely(case.family, case.head) else (*LOGPS, *PROMPT)
