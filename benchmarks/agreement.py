@@ -89,6 +89,7 @@ class Point:
 
 def grid() -> Iterator[Point]:
     """Every choice against every other where it can matter."""
+    yield from families()
     for model, finetuning in product(
         ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"), ("full", "lora")
     ):
@@ -115,6 +116,34 @@ def grid() -> Iterator[Point]:
         for liger in (False, True):
             yield Point(model, stage="sft", finetuning=finetuning, zero="z3", liger=liger)
         yield from knobs(model, finetuning)
+
+
+def families() -> Iterator[Point]:
+    """One model of each family that computes in a way of its own, or is only known by its shape."""
+    for model in (
+        "google/gemma-2-2b", "google/gemma-3-1b-it", "zai-org/glm-4-9b-chat-hf", "zai-org/GLM-4-9B-0414",
+        "microsoft/Phi-3-mini-4k-instruct", "microsoft/Phi-4-mini-instruct", "01-ai/Yi-6B",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    ):  # fmt: skip
+        for liger in (False, True):
+            yield Point(model, tokens=1024, zero="z3", liger=liger)
+            yield Point(model, tokens=1024, zero="z3", liger=liger, finetuning="lora")
+            yield Point(model, tokens=1024, zero="z2", liger=liger)
+            yield Point(model, tokens=1024, finetuning="lora", liger=liger)
+            yield Point(model, tokens=1024, finetuning="lora", liger=liger, stage="sft", checkpointing="none")
+            yield Point(model, tokens=1024, stage="sft", pure_bf16=True, liger=liger)
+        yield Point(model, tokens=1024, finetuning="lora", stage="sft", pure_bf16=True, attention="disabled")
+        yield Point(model, tokens=1024, finetuning="lora", stage="sft", attention="fa2")
+    for model in ("google/gemma-3-1b-it", "mistralai/Mistral-7B-v0.1"):  # rows longer than the window, none padded
+        yield Point(model, tokens=4608, finetuning="lora", stage="sft", pure_bf16=True, padded=False)
+    phi3 = "microsoft/Phi-3-mini-4k-instruct"
+    for layers, modules, extra in ((2, ("all",), ()), (-1, ("all",), ()), (2, ("mlp",), ("norm",))):
+        freeze = (("freeze_layers", layers), ("freeze_modules", modules), ("freeze_extra", extra))
+        yield Point(phi3, tokens=1024, finetuning="freeze", zero="z3", recipe=freeze)
+    eager = {"stage": "sft", "tokens": 1024, "attention": "disabled", "recipe": (("neat_packing", True),)}
+    yield Point("Qwen/Qwen2.5-0.5B", zero="z3", **eager)
+    dora = {"finetuning": "lora", "stage": "sft", "zero": "z3", "recipe": (("use_dora", True),)}
+    yield Point("meta-llama/Llama-3.1-8B", **dora)
 
 
 def knobs(model: str, finetuning: str) -> Iterator[Point]:

@@ -175,9 +175,20 @@ def test_offload_and_recompute_cost_time_and_a_reference_costs_a_forward():
     assert 5 / 4 < stock.compute_s / orpo.compute_s < 1.01 * 5 / 4
 
 
-def test_phi_3_is_refused_where_its_fused_projections_are_not_modelled():
-    planned = job("microsoft/phi-4", zero=zero(3), liger=True, finetuning="lora")
-    with pytest.raises(BadInput) as refused:
-        predict(planned)
-    assert {problem.key for problem in refused.value.problems} == {"deepspeed", "enable_liger_kernel"}
-    assert predict(job("microsoft/phi-4", prompt=512, response=512, zero=zero(3))).verdict == "fits"
+def test_every_family_has_every_part_of_a_recipe_predicted():
+    for name in ("microsoft/phi-4", "microsoft/Phi-4-mini-instruct", "google/gemma-2-9b", "google/gemma-3-1b-it",
+                 "zai-org/glm-4-9b-chat-hf", "zai-org/GLM-4-9B-0414"):  # fmt: skip
+        adapters = job(name, prompt=512, response=512, zero=zero(3), liger=True, finetuning="lora", flash_attn="auto")
+        assert predict(adapters).verdict == "fits"
+
+
+def test_auto_attention_is_eager_for_gemma_2_alone():
+    assert job("google/gemma-2-9b", flash_attn="auto").attention == "eager"
+    assert job("google/gemma-2-9b", flash_attn="fa2").attention == "flash"
+    assert job("google/gemma-3-1b-it", prompt=64, response=64, flash_attn="auto").attention == "flash"
+
+
+def test_rows_longer_than_a_window_take_a_mask_without_padding():
+    assert job("mistralai/Mistral-7B-v0.1", prompt=2048, response=1024, flash_attn="sdpa").attention == "flash"
+    assert job("mistralai/Mistral-7B-v0.1", prompt=4096, response=1024, flash_attn="sdpa").attention == "efficient"
+    assert job("mistralai/Mistral-7B-v0.3", prompt=4096, response=1024, flash_attn="sdpa").attention == "flash"

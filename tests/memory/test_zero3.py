@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpofit.memory.zero3 import Action, CoordinatorConfig, coordinate, left_gathered, untraced
+from dpofit.memory.zero3 import Action, CoordinatorConfig, coordinate, left_gathered, retraced, untraced
 
 A, B, C = 1, 2, 3
 SIZES = {A: (100,), B: (100,), C: (100,)}
@@ -64,3 +64,25 @@ def test_what_the_micro_batch_before_left_gathered_is_not_gathered_again_and_goe
     assert done[:3] == [(Action(True, B, 100),), (Action(False, A, 100),), (Action(True, C, 100),)]
     assert left_gathered(done) == frozenset()
     assert left_gathered(coordinate([*FORWARD, (True, B)], SIZES, config())) == {B}
+
+
+def test_a_forward_that_leaves_the_record_lets_go_of_what_came_early_and_goes_on_without():
+    policy, reference = hooks("+A", "-A", "+B", "-B", "+C", "-C"), hooks("+A", "-A", "+C", "-C")
+    done = retraced([policy, reference], SIZES, config(prefetch_bucket=1))
+    assert done[:6] == [(Action(fetch, module, 100),) for fetch, module in policy]  # recorded: nothing ahead
+    assert done[6] == (Action(True, A, 100), Action(True, B, 100))  # as recorded, so B is fetched ahead
+    assert done[8] == (Action(False, B, 100), Action(True, C, 100))  # not B: B goes, C is gathered when met
+    assert left_gathered(done) == frozenset()
+
+
+def test_parameters_fetched_ahead_in_one_buffer_are_copied_out_of_it_before_they_go():
+    policy, reference = hooks("+A", "-A", "+B", "-B", "+C", "-C"), hooks("+A", "-A")
+    shorter = retraced([policy, [*reference, (True, 9)]], SIZES | {9: (7,)}, config(prefetch_bucket=200))
+    assert shorter[8] == (
+        Action(True, C, 200, copied=True), Action(False, C, 200), Action(False, C, 200, flat=True), Action(True, 9, 7),
+    )  # fmt: skip
+
+
+def test_small_parameters_stay_only_under_a_whole_record():
+    done = retraced([hooks("+A", "-A"), hooks("+B", "-B")], SIZES, config(persistence_threshold=100))
+    assert done[0] == (Action(True, A, 100),) and done[1] == (Action(False, A, 100),)

@@ -51,6 +51,17 @@ PUBLIC_TOTALS = {
     "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
     "microsoft/Phi-3-medium-4k-instruct": 13_960_238_080,
     "microsoft/phi-4": 14_659_507_200,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "google/gemma-3-270m": 268_098_176,
+    "google/gemma-3-1b-it": 999_885_952,
+    "google/medgemma-27b-text-it": 27_009_002_240,
+    "zai-org/glm-4-9b-chat-hf": 9_399_951_360,
+    "zai-org/GLM-4-9B-0414": 9_400_279_040,
+    "zai-org/GLM-4-32B-0414": 32_566_081_536,
+    "01-ai/Yi-Coder-1.5B": 1_476_495_360,
     "01-ai/Yi-6B": 6_061_035_520,
     "01-ai/Yi-1.5-9B": 8_829_407_232,
     "01-ai/Yi-34B": 34_388_917_248,
@@ -95,6 +106,19 @@ def test_base_and_instruct_keep_their_own_position_limits() -> None:
     assert find_model("Qwen/Qwen2.5-72B-Instruct").max_positions == 32768
 
 
+def test_phi_4_mini_and_glm_4_rotate_a_part_of_each_head() -> None:
+    assert find_model("microsoft/Phi-4-mini-instruct").rotary_dim == 96  # three quarters of 128
+    assert find_model("zai-org/GLM-4-9B-0414").rotary_dim == 64
+    assert find_model("microsoft/phi-4").rotary_dim == 0  # all
+
+
+def test_gemma_2_caps_scores_and_logits_and_gemma_3_neither() -> None:
+    two, three = find_model("google/gemma-2-9b-it"), find_model("google/gemma-3-1b-it")
+    assert (two.attention_softcap, two.logit_softcap) == (50.0, 30.0)
+    assert (three.attention_softcap, three.logit_softcap) == (None, None)
+    assert (two.kinds_of_attention, two.tied_embeddings, three.qk_norm) == (2, True, True)
+
+
 def test_mistral_0_1_alone_has_a_sliding_window() -> None:
     assert find_model("mistralai/Mistral-7B-v0.1").sliding_window == 4096
     assert find_model("mistralai/Mistral-7B-v0.3").sliding_window is None
@@ -113,7 +137,11 @@ def test_every_shape_names_its_source() -> None:
         ("deepseek-ai/DeepSeek-Coder-V2-Base", "a mixture of experts"),
         ("Qwen/Qwen2.5-VL-7B-Instruct", "a vision or audio model"),
         ("Qwen/Qwen2.5-72B-Instruct-AWQ", "a checkpoint quantised beforehand"),
-        ("google/gemma-2-9b-it", "another architecture"),
+        ("google/gemma-2b-it", "another architecture"),
+        ("google/gemma-3-4b-it", "a model that LLaMA-Factory loads whole, with its vision tower and projector"),
+        ("/models/gemma-3-27b-pt", "a model that LLaMA-Factory loads whole, with its vision tower and projector"),
+        ("microsoft/phi-2", "another architecture"),
+        ("zai-org/glm-4-9b-chat", "runs code of its own repository (chatglm), which is not modelled"),
         ("someone/unheard-of", "neither a model known by name nor a folder"),
         ("x" * 5000, "neither a model known by name nor a folder"),
         ("", "neither a model known by name nor a folder"),

@@ -70,7 +70,9 @@ def test_qwen2_ignores_a_sliding_window_that_no_layer_uses(tmp_path) -> None:
     assert read(tmp_path, **keys, use_sliding_window=True, max_window_layers=1).sliding_window == 4096
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "qwen2_moe", "mixtral", "qwen2_5_vl", "phi", None])
+@pytest.mark.parametrize(
+    "model_type", ["gemma", "gemma3", "chatglm", "qwen2_moe", "mixtral", "qwen2_5_vl", "phi", None]
+)
 def test_another_model_type_is_refused_by_name(tmp_path, model_type: str | None) -> None:
     with pytest.raises(BadInput) as refusal:
         read(tmp_path, model_type=model_type)

@@ -30,6 +30,7 @@ def build(shape: ModelShape, layers: int):
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         tie_word_embeddings=shape.tied_embeddings,
+        **dict(shape.architecture_keys),
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -64,6 +65,11 @@ def test_the_whole_model_has_as_many_parameters(name: str) -> None:
         ("mistral", {"num_attention_heads": 16, "hidden_size": 64}),
         ("qwen2", {}),
         ("qwen3", {"attention_bias": True}),
+        ("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma3_text", {"attention_bias": True}),
+        ("glm", {"pad_token_id": 0}),
+        ("glm4", {"attention_bias": False, "pad_token_id": 0}),
     ],
 )
 def test_a_config_that_transformers_saved_is_read_back_as_it_was_built(tmp_path, model_type: str, keys: dict) -> None:

@@ -17,7 +17,9 @@ _PROMISED = re.compile(
     r"|Qwen/Qwen2\.5-Coder-(?!72B)[\d.]+B(-Instruct)?"  # a 72B coder is listed there but was never published
     r"|meta-llama/(Meta-)?Llama-(2|3|3\.1|3\.2|3\.3)-\d+[bB](-chat|-Instruct)?(-hf)?"
     r"|mistralai/Mistral-7B(-Instruct)?-v0\.[123]"
-    r"|01-ai/Yi(-1\.5)?-\d+B(-Chat)?"
+    r"|01-ai/Yi(-1\.5|-Coder)?-[\d.]+B(-Chat)?"
+    r"|google/gemma-2-\d+b(-it)?|google/gemma-3-(270m|1b).*|google/medgemma-27b-text-it"
+    r"|zai-org/GLM-(4|Z1)-\d+B(-Base)?-0414|microsoft/Phi-(3(\.5)?-(mini|medium)|4-mini).*|microsoft/phi-4"
     r"|deepseek-ai/DeepSeek-R1-Distill-.*"
 )
 

@@ -1,6 +1,7 @@
 """Closed form and trace, which share only the event format, give the same bytes (the grid: benchmarks/agreement.py)."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,41 @@ POINTS = {
     "DeepSpeed without ZeRO": {"zero": "z0"},
     "Phi-3, ZeRO-3": {"model": "microsoft/Phi-3-mini-4k-instruct", "zero": "z3", "stage": "sft"},
     "Phi-3": {"model": "microsoft/Phi-3-mini-4k-instruct", "pure_bf16": True, "stage": "sft"},
+    "Phi-3, ZeRO-3, adapters: fetched ahead until the reference leaves the policy's record": {
+        "model": "microsoft/Phi-3-mini-4k-instruct",
+        "zero": "z3",
+        "finetuning": "lora",
+    },
+    "Phi-4-mini, adapters, Liger: slices copied": {
+        "model": "microsoft/Phi-4-mini-instruct",
+        "finetuning": "lora",
+        "stage": "sft",
+        "liger": True,
+        "checkpointing": "none",
+    },
+    "Gemma 2: soft caps, norms around, eager by itself": {
+        "model": "google/gemma-2-2b",
+        "finetuning": "lora",
+        "stage": "sft",
+        "pure_bf16": True,
+        "attention": "auto",
+        "tokens": 1024,
+    },
+    "Gemma 2, Liger, ZeRO-3": {"model": "google/gemma-2-2b", "liger": True, "zero": "z3"},
+    "Gemma 3, rows longer than the window": {
+        "model": "google/gemma-3-1b-it",
+        "stage": "sft",
+        "pure_bf16": True,
+        "padded": False,
+        "tokens": 2048,
+    },
+    "GLM-4, adapters, Liger": {
+        "model": "zai-org/GLM-4-9B-0414",
+        "finetuning": "lora",
+        "liger": True,
+        "stage": "sft",
+        "checkpointing": "none",
+    },
     "ZeRO-1": {"zero": "z1"},
     "ZeRO-2": {"zero": "z2"},
     "ZeRO-3, offloaded": {"zero": "z3_offload"},
@@ -116,3 +152,13 @@ def test_peak_within_one_percent_phases_within_two_and_the_same_phase_wins(agree
     assert abs(of_peak) <= 0.01
     assert abs(of_worst) <= 0.02, worst
     assert same
+
+
+@pytest.mark.skipif(not os.environ.get("DPOFIT_TEST_ALL"), reason="a minute or two for each family: --all")
+def test_every_family_agrees(agreement):
+    apart = []
+    for point in agreement.families():
+        of_peak, worst, of_worst, same = agreement.errors(agreement.compare(point))
+        if abs(of_peak) > 0.01 or abs(of_worst) > 0.02 or not same:
+            apart.append(f"{point}: peak {of_peak:+.2%}, {worst} {of_worst:+.2%}")
+    assert apart == []

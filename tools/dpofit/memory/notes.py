@@ -77,9 +77,12 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
     if job.windowed and job.attention == "efficient":
         text = f"Layers that attend in a window of {job.model.sliding_window:,} tokens have a mask, padding or not."
         note("sliding-window", text)
-    if job.flash_attn != recipe.flash_attn:
-        text = (
-            f"flash_attn: auto is eager attention for {job.model.name} unless flash-attn is installed: then set fa2."
+    if recipe.liger and not job.liger:
+        note(
+            "liger-no-kernels",
+            f"enable_liger_kernel changes nothing: Liger patches no class of a {job.model.model_type}.",
         )
+    if job.flash_attn != recipe.flash_attn:
+        text = f"flash_attn: auto is eager attention for {job.model.name} unless flash-attn is installed: then set fa2."
         note("eager-attention", text)
     return notes
