@@ -2,13 +2,14 @@
 when gradients reach it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from dpofit.memory.partition import PartitionReducer, partition_bytes, places
 from dpofit.memory.step import build_program, plan_steps
 from dpofit.memory.zero3 import ModuleIds
-from tests.memory.jobs import job, tiny, zero
+from tests.memory.jobs import job, peaks, tiny, zero
 
 
 def of_every_rank(groups: list[list[int]], world: int) -> tuple[int, int]:
@@ -115,3 +116,10 @@ def test_a_gradient_larger_than_the_bucket_waits_and_is_copied_by_ranks():
 def test_what_backward_reduces_is_let_go_of_by_the_end_of_the_step(stage, fields):
     planned = job(tiny(layers=5), gpus=8, zero=zero(stage, reduce_bucket_size=20_000), prompt=64, response=64, **fields)
     build_program(planned, plan_steps(planned)).check()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_step_meets_the_graph_of_the_last_micro_batch_however_many_there_are(stage):
+    planned = job(tiny(), gpus=8, zero=zero(stage), prompt=64, response=64, finetuning="lora")
+    two = replace(planned, recipe=replace(planned.recipe, gradient_accumulation=2))
+    assert peaks(two)["optimizer_step"].size_bytes == peaks(planned)["optimizer_step"].size_bytes

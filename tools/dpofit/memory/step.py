@@ -270,7 +270,7 @@ def _step(
     backward, again, partition = laid["backward"], [], list[Event]()
     if accumulates and job.zero_stage < 2:  # reduced once, when all are there: two micro-batches are shown
         backward = [*backward, *graph_ends]
-        again, graph_ends = _accumulate(parts), []  # only the last micro-batch's graph meets the step
+        again, graph_ends = _accumulate(parts)  # only the last micro-batch's graph meets the step
     reduced = again or backward
     if job.recipe.zero is not None and job.zero_stage == 0:
         reduced += unbucketed_reduction(job)
@@ -311,10 +311,12 @@ def _reduced_at_the_end(job: Job, sizes: ZeroSizes, parts: list[Part], decisions
     return [*reduced_after([(ids.module(one.module, one.layer), one.elements) for one in order], reducer, decisions)]
 
 
-def _accumulate(parts: list[Part]) -> Items:
-    """A later micro-batch below ZeRO-2: each weight's gradient appears beside the one it is added to, and goes."""
+def _accumulate(parts: list[Part]) -> tuple[Items, Items]:
+    """A later micro-batch below ZeRO-2, and what of it goes in the step: each weight's gradient appears beside the one
+    it is added to, and goes."""
     added = [_added_in_place(part) for part in parts]
-    return lay(added, decide(added, [], None, ModuleIds(OUTSIDE)))["accumulate"]
+    laid = lay(added, decide(added, [], None, ModuleIds(OUTSIDE)))
+    return laid["accumulate"], laid.get("optimizer_step", [])
 
 
 def _added_in_place(part: Part) -> Part:
@@ -326,7 +328,8 @@ def _added_in_place(part: Part) -> Part:
             records.append(Event(f"more.grad.{record.module}", -record.size_bytes, "gradients"))
         else:
             records.append(record)
-    return Part("accumulate", tuple(records), part.layers, part.reverse, part.engine, part.first)
+    phase = part.phase if part.phase == "optimizer_step" else "accumulate"
+    return Part(phase, tuple(records), part.layers, part.reverse, part.engine, part.first)
 
 
 def _save(job: Job) -> Items:
