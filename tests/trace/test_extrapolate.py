@@ -81,7 +81,8 @@ def test_the_optimizers_sub_groups_are_those_of_the_whole_depth():
 
 def test_what_has_no_period_is_traced_at_its_whole_depth():
     """Adapters fill a bucket over many layers; ZeRO-2 gives the first rank the first layers."""
-    from dpofit.trace.extrapolate import shallow_layers, trace_deep
+    from dpofit.trace.extrapolate import trace_deep
+    from dpofit.trace.shallow import shallow_layers
 
     traced = trace_deep(_request(_zero3(reduce_bucket_size=40_000) | {"finetuning": "lora"}))
     assert traced.substitutions[-1] == "no period was found at 5 layers: all traced"

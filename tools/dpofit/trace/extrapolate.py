@@ -9,7 +9,6 @@ extrapolation, and the whole depth is traced.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from dpofit.trace.request import TraceRequest
+from dpofit.trace.shallow import bucket_fills_deeper, shallow_layers, split_sub_groups, trace_shallow
 from dpofit.trace.step import TracedStep, trace_step
 from dpofit.trace.storages import Mark, Recorder, Storage
 
@@ -36,43 +36,22 @@ def trace_deep(request: TraceRequest) -> TracedStep:
     few = shallow_layers(request)
     tried = [n for n in (few, few + 3) if 2 * n + 1 < request.layers] if few is not None else []
     for layers in tried:  # prefetch gets ahead of use little by little: some jobs are steady only later
-        low, groups = _trace_shallow(request, layers)
-        high, more_groups = _trace_shallow(request, layers + 1)
+        low, high = trace_shallow(request, layers)
         further = request.layers - layers - 1
-        if _bucket_fills_deeper(groups, more_groups, further):
+        if bucket_fills_deeper(low.groups, high.groups, further):
             missed = f"gradients fill the reduce bucket beyond {layers + 1} layers only: all traced"
             break
-        recorder = deepened(low.recorder, high.recorder, further)
+        recorder = deepened(low.traced.recorder, high.traced.recorder, further)
         if recorder is not None:
             done = f"layers {layers + 1} to {request.layers}: the period proven on {layers} and {layers + 1}, repeated"
-            _split_sub_groups(recorder, request, groups, more_groups, further)
-            return TracedStep(request, recorder, (*high.substitutions, done))
+            split_sub_groups(recorder, request, low.groups, high.groups, further)
+            return TracedStep(request, recorder, (*high.traced.substitutions, done))
     else:
         missed = f"no period was found at {' or '.join(map(str, tried))} layers: all traced"
     whole = trace_step(request)
     if not tried:
         return whole
     return replace(whole, substitutions=(*whole.substitutions, missed))
-
-
-def shallow_layers(request: TraceRequest) -> int | None:
-    """Layers enough for a steady state between the ends; None where depth changes more than a period.
-
-    ZeRO-1 and 2 give a rank the first part of all parameters: which layers touch it is no matter of the period.
-    ZeRO-3 counts elements until it lets go of a parameter. Freeze tuning trains the ends.
-    """
-    zero = request.deepspeed.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage in (1, 2):
-        return None
-    few = 3 + (abs(request.freeze_layers) if request.finetuning == "freeze" else 0)
-    if stage < 3:
-        return few
-    attention = 2 * request.hidden_size * request.head_dim * (request.heads + request.kv_heads)
-    layer = attention + 3 * request.hidden_size * request.intermediate_size
-    names = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
-    kept = -(-max(int(zero.get(name, 1e9)) for name in names) // layer)
-    return few + kept * min(request.micro_batches, 2)  # a micro-batch begins with what the one before has kept
 
 
 class _Event(NamedTuple):
@@ -89,76 +68,6 @@ class _Section:
     phase: str
     step: int
     events: tuple[_Event, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """ZeRO-3's optimizer: elements of this rank's part of each parameter of each group, and of its reduce bucket."""
-
-    parts: tuple[tuple[int, ...], ...] = ()
-    bucket_part: float = math.inf
-
-
-def _trace_shallow(request: TraceRequest, layers: int) -> tuple[TracedStep, _Groups]:
-    """Trace with one ZeRO-3 sub_group a parameter group; also the groups themselves."""
-    deepspeed = request.deepspeed
-    if deepspeed:
-        deepspeed = deepspeed | {"zero_optimization": deepspeed["zero_optimization"] | {"sub_group_size": 10**18}}
-    found: list[_Groups] = []
-
-    def observe(trainer: Any) -> None:
-        optimizer = getattr(trainer.model, "optimizer", None)
-        groups = [group for group in getattr(optimizer, "fp16_groups", ()) if hasattr(group[0], "partition_numel")]
-        if groups:
-            parts = tuple(tuple(param.partition_numel() for param in group) for group in groups)
-            found.append(_Groups(parts, optimizer.reduce_bucket_size / request.world_size))  # type: ignore[union-attr]
-
-    traced = trace_step(replace(request, layers=layers, deepspeed=deepspeed), observe)
-    return traced, found[0] if found else _Groups()
-
-
-def _bucket_fills_deeper(low: _Groups, high: _Groups, further: int) -> bool:
-    """Whether gradients wait for each other in a bucket that the traced depth never fills, and the whole depth does."""
-    limit = high.bucket_part
-    short, long = (sum(part for group in groups.parts for part in group if part <= limit) for groups in (low, high))
-    return long <= limit < long + (long - short) * further
-
-
-def _split_sub_groups(recorder: Recorder, request: TraceRequest, low: _Groups, high: _Groups, further: int) -> None:
-    """Give what the optimizer's step makes for a sub_group the size of the largest, where a group has several."""
-    limit = int(request.deepspeed.get("zero_optimization", {}).get("sub_group_size", 1e9))
-    for short, long in zip(low.parts, high.parts, strict=True):
-        whole = sum(long) + (sum(long) - sum(short)) * further
-        largest = max(_packed(_inserted(short, long, further), limit))
-        if largest == whole:
-            continue
-        shrunk: dict[int, int] = {}
-        for storage in recorder.storages:
-            made_in_step = storage.phase in ("init", "optimizer_step") and storage.died is not None
-            if made_in_step and storage.shape == (whole,):
-                shrunk[storage.index] = storage.size_bytes = storage.size_bytes // whole * largest
-                storage.shape = (largest,)
-        for position, mark in enumerate(recorder.marks):
-            if mark.index in shrunk:
-                size_bytes = shrunk[mark.index] if mark.size_bytes > 0 else -shrunk[mark.index]
-                recorder.marks[position] = mark._replace(size_bytes=size_bytes)
-
-
-def _inserted(low: Sequence[int], high: Sequence[int], further: int) -> list[int]:
-    """`high` with what it has more than `low`, a layer's parameters, `further` times more."""
-    same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
-    layer = list(high[same : same + len(high) - len(low)])
-    return [*high[:same], *layer * (1 + further), *high[same + len(layer) :]]
-
-
-def _packed(parts: Sequence[int], limit: int) -> list[int]:
-    """Elements of each sub_group: deepspeed 0.18.4 stage3.py:1027 _create_fp16_sub_groups."""
-    sizes = [0]
-    for part in parts:
-        if sizes[-1] >= limit:
-            sizes.append(0)
-        sizes[-1] += part
-    return sizes
 
 
 def traced_peaks(traced: TracedStep, space: str = "gpu") -> Peaks:

@@ -65,7 +65,7 @@ class Recorder:
     phase: str = "load"
     step: int = 0
     category: str = ""  # given to every storage born while it's set
-    module_path: Callable[[], str] = lambda: ""
+    module_path: Callable[[], str] = str  # str() is no module
     last_op: str = ""
     closed: bool = False  # the steps are over; what dies when the model goes is no part of them
     _alive: dict[int, int] = field(default_factory=dict)  # address of a living storage -> its index
