@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -176,3 +179,9 @@ def test_a_folder_on_this_machine_wins_over_a_known_name(tmp_path) -> None:
 def test_a_folder_without_config_json_is_refused(tmp_path) -> None:
     with pytest.raises(BadInput, match=r"has no config\.json"):
         find_model(str(tmp_path))
+
+
+def test_the_page_of_known_models_is_up_to_date() -> None:
+    script = Path(__file__).resolve().parents[2] / "scripts" / "render_models.py"
+    checked = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
