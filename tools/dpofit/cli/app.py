@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import typer
 
@@ -32,13 +34,17 @@ COMMANDS = {
     "status": "Whether a launched run goes on, how far it is, how it ended.",
     "stop": "Save, then end a launched run, on all nodes.",
 }
+# They make millions of small tuples and no cycle worth the name: Python's cyclic collector takes a fifth of their time,
+# and memory is the same without it.
+WITHOUT_COLLECTOR = {"list", "check", "predict", "limits", "compare", "advise"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `dpofit` script. Exit codes: 0 yes, 1 the answer is no, 2 bad input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        _root(arguments)(arguments, prog_name="dpofit")
+        with _collector(paused=_wanted(arguments) in WITHOUT_COLLECTOR):
+            _root(arguments)(arguments, prog_name="dpofit")
     except BadInput as bad:
         for problem in bad.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -59,7 +65,7 @@ def _root(arguments: Sequence[str]) -> typer.Typer:
         rich_markup_mode=None,
     )
     root.callback()(_version_option)
-    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    wanted = _wanted(arguments)
     for name, summary in COMMANDS.items():
         if name == wanted:
             run = importlib.import_module(f"dpofit.cli.{name}").command
@@ -67,6 +73,23 @@ def _root(arguments: Sequence[str]) -> typer.Typer:
         else:
             root.command(name, help=summary)(_not_imported)
     return root
+
+
+def _wanted(arguments: Sequence[str]) -> str | None:
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
+
+
+@contextmanager
+def _collector(paused: bool) -> Iterator[None]:
+    """Python's cyclic garbage collector off while a command runs that has no need of it."""
+    if not paused or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _not_imported() -> None:

@@ -103,7 +103,8 @@ def _longest_fitting(job: Job, plan: Plan, allocated: AllocatedBySteps, longest:
         guess = _next_guess(tried, allocated, capacity, low, high)
     if low == longest:
         return low, "none"
-    return low, _binding(at_prompt(job, high * STEP_TOKENS), plan) if high in tried else "gpu"
+    others_bind = high in tried and tried[high].of_card is None
+    return low, _binding(at_prompt(job, high * STEP_TOKENS), plan) if others_bind else "gpu"
 
 
 def _next_guess(tried: dict[int, _Tried], allocated: AllocatedBySteps, capacity: int, low: int, high: int) -> int:
@@ -126,11 +127,7 @@ def _next_guess(tried: dict[int, _Tried], allocated: AllocatedBySteps, capacity:
 
 
 def _binding(job: Job, plan: Plan) -> Binding:
-    """What keeps this job from fitting."""
-    mix, program = default_mix(job), build_program(job, plan)
-    others = verdicts_beside(job, host_peak(job, program, row_tokens(mix)), disk_use(job))
-    if {*others} <= {None, "fits"}:
-        return "gpu"
+    """What keeps a job from fitting when it is not the card alone."""
     found = predict(job, plan=plan)
     verdicts: tuple[tuple[Binding, str | None], ...] = (
         ("gpu", found.gpu_verdict), ("host", found.host_verdict), ("disk", found.disk_verdict),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -389,20 +390,25 @@ _PASSING = {
 }
 
 
-def _events(effect: Effect, engine: str, decisions: Decisions) -> list[Event]:
+def _events(effect: Effect, engine: str, decisions: Decisions) -> tuple[Event, ...]:
+    name = decisions.ids.name(effect.where) if effect.kind in _CATEGORY else ""
+    return _events_of(effect, engine, name, decisions.overlap)
+
+
+@lru_cache(2**14)  # a step has thousands of effects, a search hundreds of steps, and nearly all are the same
+def _events_of(effect: Effect, engine: str, name: str, overlap: bool) -> tuple[Event, ...]:
     if effect.kind in _PASSING:
         tag, category = _PASSING[effect.kind]
-        copy = Event(tag, effect.size_bytes, category, "gpu", "reduce" if decisions.overlap else "compute")
-        return [copy, copy._replace(size_bytes=-copy.size_bytes)]
+        copy = Event(tag, effect.size_bytes, category, "gpu", "reduce" if overlap else "compute")
+        return copy, copy._replace(size_bytes=-copy.size_bytes)
     if (staying := _STAYING.get(effect.kind.partition(".")[0])) is not None:
         category, stream = staying
-        return [Event(effect.kind, effect.size_bytes, category, "gpu", stream if decisions.overlap else "compute")]
-    name = decisions.ids.name(effect.where)
+        return (Event(effect.kind, effect.size_bytes, category, "gpu", stream if overlap else "compute"),)
     tag = f"grad.{name}" if effect.kind == "grad" else f"{engine}.{effect.kind}.{name}"
-    stream = "compute" if effect.kind == "grad" or not decisions.overlap else f"{engine}.gather"
+    stream = "compute" if effect.kind == "grad" or not overlap else f"{engine}.gather"
     layer = effect.where // LAYER_STRIDE
     if not effect.absolute:
-        return [Event(tag, effect.size_bytes, _CATEGORY[effect.kind], "gpu", stream, layer)]
+        return (Event(tag, effect.size_bytes, _CATEGORY[effect.kind], "gpu", stream, layer),)
     if effect.where >= LAYER_STRIDE:
         tag = f"{tag}#{layer - 1}"
-    return [Event(tag, effect.size_bytes, _CATEGORY[effect.kind], "gpu", stream)]
+    return (Event(tag, effect.size_bytes, _CATEGORY[effect.kind], "gpu", stream),)

@@ -49,6 +49,7 @@ class Plan:
     sizes: ZeroSizes | None
     first: Decisions
     steady: Decisions
+    persistent: tuple[State, ...]  # each ZeRO-3 engine's parameters that are never partitioned
 
 
 def plan_steps(job: Job) -> Plan:
@@ -56,9 +57,10 @@ def plan_steps(job: Job) -> Plan:
     sizes = zero_sizes(job) if job.recipe.zero else None
     parts = micro_batch(job)
     steady = _decide(job, sizes, parts, traced=True)
+    persistent = tuple(_persistent(_engines(job, sizes, ModuleIds(OUTSIDE), traced=False)))
     if job.recipe.gradient_accumulation > 1:  # a step is shown by its later micro-batches: in the first they're traced
-        return Plan(sizes, steady, steady)
-    return Plan(sizes, _decide(job, sizes, parts, traced=False), steady)
+        return Plan(sizes, steady, steady, persistent)
+    return Plan(sizes, _decide(job, sizes, parts, traced=False), steady, persistent)
 
 
 def _decide(job: Job, sizes: ZeroSizes | None, parts: list[Part], traced: bool) -> Decisions:
@@ -89,7 +91,7 @@ def build_program(job: Job, plan: Plan) -> Program:
     lasting, lazy = _optimizer_split(job, sizes)
     phases = [
         Phase("load", 0, tuple(_load(job))),
-        Phase("init", 0, tuple(_init(job, sizes, lasting))),
+        Phase("init", 0, tuple(_init(job, plan, lasting))),
         *_reference_pass(job, sizes),
         *_step(job, sizes, parts, 1, plan.first, lazy),
         *_step(job, sizes, parts, 2, plan.steady, []),
@@ -160,9 +162,9 @@ def _optimizer_split(job: Job, sizes: ZeroSizes | None) -> tuple[list[State], li
     return [state for state in states if not state.tag.startswith("moments")], lazy
 
 
-def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
+def _init(job: Job, plan: Plan, lasting: list[State]) -> Items:
     items: Items = [end(event) for event in allocate(weight_states(job)) if event.category == "load"]
-    zero = job.recipe.zero
+    zero, sizes = job.recipe.zero, plan.sizes
     if zero is not None and zero.stage == 0:  # initialize_optimizer_states: a first step on gradients of zero
         return [*allocate(lasting), *first_unfused_step(job)]
     if zero is not None and sizes is not None:
@@ -179,8 +181,7 @@ def _init(job: Job, sizes: ZeroSizes | None, lasting: list[State]) -> Items:
             items += comes_and_goes("defragment", math.ceil(job.trained_parameters / job.world_size) * BF16, "load",
                            "gpu" if zero.offload_optimizer == "none" else "host_pageable")  # fmt: skip
     items += allocate(lasting)
-    if zero is not None and zero.stage == 3:
-        items += allocate(_persistent(_engines(job, sizes, ModuleIds(OUTSIDE), traced=False)))
+    items += allocate(list(plan.persistent))
     return items
 
 

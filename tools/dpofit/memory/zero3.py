@@ -33,7 +33,7 @@ class ModuleIds:
         return self.base(name) + (0 if layer is None or name in self.outside else offset(layer))
 
     def name(self, module: int) -> str:
-        return list(self._index)[module % LAYER_STRIDE]
+        return next(islice(self._index, module % LAYER_STRIDE, None))
 
 
 def offset(layer: int) -> int:
