@@ -89,3 +89,30 @@ def test_the_older_default_optimizer_takes_a_square_root_of_every_weights_second
     layer = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * GROUPS * HEAD_DIM + 3 * HIDDEN * 64
     weights = 2 * 64 * HIDDEN + 2 * layer  # norms and biases are a group of their own, without decay
     assert sum(roots) == weights * 2
+
+
+def test_the_closed_form_of_the_2024_stack_is_within_a_percent_in_every_phase():
+    from dataclasses import replace
+    from pathlib import Path
+
+    from dpofit.hardware.cluster import Cluster
+    from dpofit.hardware.gpus import find_gpu
+    from dpofit.memory.job import STACK_2024, Job, Lengths
+    from dpofit.memory.meter import phase_peaks
+    from dpofit.memory.predict import predict
+    from dpofit.models.known import find_model
+    from dpofit.recipe.recipe import Recipe
+    from dpofit.trace.job import trace_job
+
+    model = replace(find_model("Qwen/Qwen2.5-0.5B"), layers=2)
+    recipe = Recipe(
+        name="r", source=Path("r.yaml"), settings={}, model=model.name, stage="dpo", finetuning="full", bf16=True,
+        micro_batch=1, optim="adamw_torch",
+    )  # fmt: skip
+    job = Job(recipe, model, Cluster(find_gpu("a100-80g"), 1, 1), Lengths(1500, 500, 548, padded=True), STACK_2024)
+    traced: dict[str, int] = {}
+    for peak in phase_peaks(trace_job(job), frozenset({"gpu"})):
+        if peak.step == 2:
+            traced[peak.phase] = max(traced.get(peak.phase, 0), peak.size_bytes)
+    predicted = predict(job).gpu.phases
+    assert {phase: predicted[phase].size_bytes for phase in traced} == pytest.approx(traced, rel=0.01)
