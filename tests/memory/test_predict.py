@@ -192,3 +192,9 @@ def test_rows_longer_than_a_window_take_a_mask_without_padding():
     assert job("mistralai/Mistral-7B-v0.1", prompt=2048, response=1024, flash_attn="sdpa").attention == "flash"
     assert job("mistralai/Mistral-7B-v0.1", prompt=4096, response=1024, flash_attn="sdpa").attention == "efficient"
     assert job("mistralai/Mistral-7B-v0.3", prompt=4096, response=1024, flash_attn="sdpa").attention == "flash"
+
+
+def test_qwen_1_has_two_projections_of_one_name_and_an_adapter_at_each():
+    qwen = job("Qwen/Qwen-7B", prompt=512, response=512, zero=zero(2), finetuning="lora", lora_target=("c_proj",))
+    assert qwen.adapter_parameters == 32 * 8 * ((4096 + 4096) + (11008 + 4096))
+    assert predict(qwen).verdict == "fits"

@@ -46,12 +46,12 @@ def trained_tensors(job: Job) -> list[Tensor]:
     if not job.adapters:
         return found
     rank, layers = job.recipe.lora_rank, job.model.layers
-    for linear in job.model.linears:
+    for name, linear in zip(inside_modules(job.model), job.model.linears, strict=False):
         if linear.name in job.lora_targets:
-            found.append(Tensor("adapter", (rank, linear.in_features), layers, f"{linear.name}.lora_A"))
-            found.append(Tensor("adapter", (linear.out_features, rank), layers, f"{linear.name}.lora_B"))
+            found.append(Tensor("adapter", (rank, linear.in_features), layers, f"{name}.lora_A"))
+            found.append(Tensor("adapter", (linear.out_features, rank), layers, f"{name}.lora_B"))
             if job.recipe.use_dora:
-                found.append(Tensor("adapter", (linear.out_features,), layers, f"{linear.name}.lora_magnitude"))
+                found.append(Tensor("adapter", (linear.out_features,), layers, f"{name}.lora_magnitude"))
     return found
 
 
