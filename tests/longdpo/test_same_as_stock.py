@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("the_stack_is_no_garbag
 
 LOGPS, PROMPT, BOTH = ("answer_logps",), ("shared_prompt",), ("answer_logps", "shared_prompt")
 FIVE = together(Case())
+HEADS = [("full", "own"), ("full", "tied"), ("lora", "own"), ("lora", "tied"), ("lora", "trained")]
 FAMILIES = ("qwen2", "llama", "mistral", "qwen3")
 ALL = bool(os.environ.get("DPOFIT_TEST_ALL"))
 
@@ -36,20 +37,24 @@ def chosen_cases() -> Iterator[Case]:
     yield few("qwen3", "full", "own", loss="bco", batch=2)
 
 
-def all_cases() -> Iterator[Case]:
-    heads = [("full", "own"), ("full", "tied"), ("lora", "own"), ("lora", "tied"), ("lora", "trained")]
-    sizes = [(1, 1), (2, 2), (1, 2), (2, 1)]  # of batch and accumulation; another one for each neighbour
-    for places in itertools.product(*map(enumerate, (FAMILIES, heads, LOSSES))):
-        (_, family), (_, (tuning, head)), (_, loss) = places
-        first = sum(place for place, _ in places)
-        for size in range(first, first + (2 if closely(family, head) else 1)):
-            batch, accumulation = sizes[size % len(sizes)]
-            yield Case(family, tuning, head, loss=loss, batch=batch, accumulation=accumulation)
-
-
 def closely(family: str, head: str) -> bool:
-    """Two families with heads of their own are tried with batches of one and of two pairs."""
+    """Two families with heads of their own are tried with every loss in batches of one and of two pairs."""
     return family in ("qwen2", "llama") and head == "own"
+
+
+def all_cases() -> Iterator[Case]:
+    """Beside what is looked at closely every family, full and LoRA, with every loss: the other heads in turn. Batch and
+    accumulation are in turn throughout."""
+    sizes = [(1, 1), (2, 2), (1, 2), (2, 1)]
+    for (at_family, family), (at_loss, loss) in itertools.product(enumerate(FAMILIES), enumerate(LOSSES)):
+        for at_head, (tuning, head) in enumerate(HEADS):
+            others = [one for one in HEADS if one[0] == tuning and not closely(family, one[1])]
+            if not closely(family, head) and others[(at_family + at_loss) % len(others)] != (tuning, head):
+                continue
+            first = at_family + at_head + at_loss
+            for size in range(first, first + 1 + closely(family, head)):
+                batch, accumulation = sizes[size % len(sizes)]
+                yield Case(family, tuning, head, loss=loss, batch=batch, accumulation=accumulation)
 
 
 def cases(everything: bool = ALL) -> Iterator[tuple[Case, tuple[str, ...]]]:
