@@ -51,9 +51,10 @@ def test_fp16_looks_for_overflow_in_fp32_with_three_masks():
     )
     vectors = sum(linear.out_features for linear in tiny().linears if linear.bias) + 2 * 64
     share = (P - 4 * vectors - 64) // 8  # of the matrices; vectors are a group of their own
-    embedding = 1000 * 64  # the first rank has a part of it, and its gradient whole
-    assert plain["gradients"] + plain["optimizer_workspace"] == 2 * embedding + 8 * share  # in float64 for the norm
-    assert half["gradients"] + half["optimizer_workspace"] == 2 * embedding + (4 + 3 + 4) * share
+    # whole gradients of what the first rank has a part of: the embedding, the first layer's biases and a norm of it
+    held = 2 * (1000 * 64 + 64 + 32 + 32 + 64)
+    assert plain["gradients"] + plain["optimizer_workspace"] == held + 8 * share  # in float64 for the norm
+    assert half["gradients"] + half["optimizer_workspace"] == held + (4 + 3 + 4) * share
 
 
 def test_adapters_trained_in_fp32_without_autocast_are_those_of_pure_bf16():

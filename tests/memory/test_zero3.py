@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from dpofit.memory.step import build_program, plan_steps
 from dpofit.memory.zero3 import Action, CoordinatorConfig, coordinate, left_gathered, retraced, untraced
+from tests.memory.jobs import job, tiny, zero
 
 A, B, C = 1, 2, 3
 SIZES = {A: (100,), B: (100,), C: (100,)}
@@ -86,3 +90,17 @@ def test_parameters_fetched_ahead_in_one_buffer_are_copied_out_of_it_before_they
 def test_small_parameters_stay_only_under_a_whole_record():
     done = retraced([hooks("+A", "-A"), hooks("+B", "-B")], SIZES, config(persistence_threshold=100))
     assert done[0] == (Action(True, A, 100),) and done[1] == (Action(False, A, 100),)
+
+
+@pytest.mark.parametrize(
+    ("finetuning", "module", "goes"), [("full", "root", "optimizer_step"), ("lora", "wrapper", "forward")]
+)
+def test_a_head_that_ligers_loss_reads_is_fetched_with_the_module_around_it(finetuning, module, goes):
+    planned = job(tiny(), prompt=64, response=64, stage="sft", finetuning=finetuning, liger=True, zero=zero(3))
+    steady = [
+        (phase.name, event.size_bytes)
+        for phase, _, event in build_program(planned, plan_steps(planned)).events()
+        if phase.step == 2 and event.tag == f"policy.gather.{module}"
+    ]
+    head_bytes = 1000 * 64 * 2
+    assert steady == [("forward", head_bytes), (goes, -head_bytes)]

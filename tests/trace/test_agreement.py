@@ -81,6 +81,13 @@ POINTS = {
         "checkpointing": "none",
         "liger": True,
     },
+    "sft, ZeRO-3, adapters, Liger: the head's weight is fetched by the module around it": {
+        "model": "Qwen/Qwen2.5-7B",
+        "stage": "sft",
+        "zero": "z3",
+        "finetuning": "lora",
+        "liger": True,
+    },
     "sft, ZeRO-3, adapters: prefetch": {"stage": "sft", "zero": "z3", "finetuning": "lora"},
     "sft, adapters, Liger": {"stage": "sft", "finetuning": "lora", "pure_bf16": True, "liger": True},
     "ZeRO-2, offloaded: the look for overflow": {"zero": "z2_offload"},

@@ -13,7 +13,7 @@ from dpofit.memory.ops import Ops
 from dpofit.memory.shared import two_rows
 from dpofit.memory.softcap import capped, capped_backward
 from dpofit.memory.spec import BF16, FP32, LayerSpec
-from dpofit.memory.tape import Storage, Tape, Value
+from dpofit.memory.tape import OUTERMOST, WRAPPER, Storage, Tape, Value
 from dpofit.models.shape import Linear
 
 # Pass "logits" as category so that the breakdown shows what the vocabulary costs.
@@ -230,7 +230,8 @@ def fused_causal_lm_loss(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadS
     normed = ops.rms_norm(hidden, "norm", model.hidden_size, spec.tokens)
     tape.drop(hidden.storage)
     name = "embed_tokens" if head.tied else "lm_head"
-    tape.mark("pre", name)
+    if head.tied:  # else the whole model's hooks fetch the weight: see step.py _parameters
+        tape.mark("pre", name)
     increase = -(-model.vocab_size // model.hidden_size)
     chunk_rows = min(1 << (-(-spec.tokens // increase) - 1).bit_length(), spec.tokens)
     in_place = model.family.liger_norms_in_place  # Liger's RMSNorm writes the last layer's gradient over it
@@ -249,14 +250,16 @@ def fused_causal_lm_loss(spec: LayerSpec, tape: Tape, hidden: Value, head: HeadS
     tape.temporary("logits.chunk", chunk_rows * model.vocab_size * BF16, LOGITS)
     tape.drop(view_cast)
     loss = Value(tape.new("loss", 512, "activations"), True)
-    tape.mark("post", name)
+    tape.mark("post", name if head.tied else OUTERMOST if spec.lora is None else WRAPPER)
 
     def backward(grad: Storage) -> None:
-        tape.mark("pre_backward", name)
+        if head.tied:
+            tape.mark("pre_backward", name)
         if grad_weight is not None and not head.tied:
             tape.mark("grad", name, model.embedding_parameters, grad_weight.size_bytes)
         tape.give(normed, tape.hold(grad_input))
-        tape.mark("post_backward", name)
+        if head.tied:
+            tape.mark("post_backward", name)
 
     tape.node(loss, [grad_input], backward)
     tape.drop(grad_input, normed.storage, weight_cast)

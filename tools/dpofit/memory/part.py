@@ -11,7 +11,7 @@ from dpofit.memory.head import (
 from dpofit.memory.job import Job
 from dpofit.memory.program import Event
 from dpofit.memory.spec import BF16, LayerSpec
-from dpofit.memory.tape import BARE, Mark, Storage, Tape
+from dpofit.memory.tape import OUTERMOST, WRAPPER, Mark, Storage, Tape
 
 INT64 = 8
 
@@ -72,9 +72,9 @@ def wrappers(job: Job) -> int:
 
 def embedding(spec: LayerSpec, tape: Tape, category: str = "activations", around: int = 0) -> list[Event | Mark]:
     """`around`: of `wrappers`."""
-    tape.mark("pre", "root")  # modules without parameters of their own: their hooks prefetch
+    tape.mark("pre", OUTERMOST)  # modules without parameters of their own: their hooks prefetch
     for _ in range(around):
-        tape.mark("pre", BARE)
+        tape.mark("pre", WRAPPER)
     tape.mark("pre", "model")
     embed(spec, tape, category)
     for _ in range(spec.model.layers if spec.model.family.rotary_of_each_kind else 1):  # asked for each layer's kind

@@ -14,7 +14,7 @@ from dpofit.memory.own_optimizers import layerwise, update_for
 from dpofit.memory.part import Part
 from dpofit.memory.partition import PartitionReducer, places, weight_groups
 from dpofit.memory.parts import evaluation, micro_batch
-from dpofit.memory.program import Event, Phase, Program
+from dpofit.memory.program import Event, Phase, Program, Repeat
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.states import (
     State,
@@ -22,7 +22,7 @@ from dpofit.memory.states import (
     optimizer_states,
     weight_states,
 )
-from dpofit.memory.tape import Mark
+from dpofit.memory.tape import OUTERMOST, WRAPPER, Mark
 from dpofit.memory.tensors import trained_tensors
 from dpofit.memory.tiled import LEAF
 from dpofit.memory.update import (
@@ -257,7 +257,12 @@ def _parameters(job: Job, ids: ModuleIds, adapters: bool) -> dict[int, tuple[int
             parameters[ids.module(name, layer)] = counts
     parameters[ids.module("norm", None)] = (model.hidden_size,)
     if not (job.tied_embeddings if adapters else model.tied_embeddings):
-        parameters[ids.module("lm_head", None)] = (model.embedding_parameters,)
+        owner = "lm_head"
+        if job.fused_loss:
+            # Liger reads the weight and never calls the head: to DeepSpeed an external parameter of the module around
+            # (parameter_offload.py ZeROOrderedDict). The whole model's backward has no end, peft's LoraModel has none
+            owner = WRAPPER if job.adapters else OUTERMOST
+        parameters[ids.module(owner, None)] = (model.embedding_parameters,)
     return parameters
 
 
@@ -268,7 +273,7 @@ def _step(
     graph_ends = laid.pop("optimizer_step", [])
     phases = [Phase(name, step, tuple(items)) for name, items in laid.items() if name != "backward"]
     accumulates = job.recipe.gradient_accumulation > 1
-    backward, again, partition = laid["backward"], [], list[Event]()
+    backward, again, partition = laid["backward"], list[Event | Repeat](), list[Event]()
     if accumulates and job.zero_stage < 2:  # reduced once, when all are there: two micro-batches are shown
         backward = [*backward, *graph_ends]
         again, graph_ends = _accumulate(parts)  # only the last micro-batch's graph meets the step

@@ -56,6 +56,7 @@ class Mark(NamedTuple):
 
 
 BARE = "bare"  # a module without parameters: what matters is that its hooks prefetch
+OUTERMOST, WRAPPER = "root", "wrapper"  # the whole model; what stands between it and the model's own (peft, trl)
 
 
 class Tape:
