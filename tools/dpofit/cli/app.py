@@ -34,7 +34,7 @@ COMMANDS = {
     "status": "Whether a launched run goes on, how far it is, how it ended.",
     "stop": "Save, then end a launched run, on all nodes.",
 }
-# They make millions of small tuples and no cycle worth the name: Python's cyclic collector takes a fifth of their time,
+# They make millions of small tuples and no cycle worth the name: Python's cyclic collector takes a tenth of their time,
 # and memory is the same without it.
 WITHOUT_COLLECTOR = {"list", "check", "predict", "limits", "compare", "advise"}
 
