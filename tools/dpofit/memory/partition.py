@@ -72,14 +72,19 @@ def partition_bytes(job: Job, looking: int = FLOAT64) -> PartitionBytes:
 
 
 def fullest_ranks(job: Job) -> tuple[int, ...]:
-    """Ranks that between them have the most of every moment; one where ranks don't differ."""
+    """Ranks that between them have the most of every moment, in backward too, where those that the head touches get
+    their gradients first; one where ranks don't differ."""
     if job.zero_stage not in (1, 2):
         return (0,)
     if job.zero.offload_optimizer != "none":  # the embedding and the head are looked through on the first and last
         return (0, job.world_size - 1)
-    ranks = _ranks(weight_groups(job), job.world_size, FLOAT64)
+    groups = weight_groups(job)
+    ranks = _ranks(groups, job.world_size, FLOAT64)
     moments = (lambda one: one.buffer, lambda one: one.buffer + one.zeros, _in_step)
-    return tuple(sorted({max(ranks, key=lambda rank: most(ranks[rank])) for most in moments}))
+    fullest = {max(ranks, key=lambda rank: most(ranks[rank])) for most in moments}
+    first_met = _starts(groups[0])[-1] // _share(groups[0], job.world_size)
+    fullest.add(max((rank for rank in ranks if rank >= first_met), key=lambda rank: ranks[rank].buffer))
+    return tuple(sorted(fullest))
 
 
 def _in_step(rank: PartitionBytes) -> int:
