@@ -57,6 +57,23 @@ def test_what_is_said_to_be_refused_is(named: str, overrides: list[str]) -> None
         check_scope(job.recipe, job.model)
 
 
+KEYS = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "not-modelled.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_that_a_page_gives_reasons_for_is_still_refused(key: str) -> None:
+    from dpofit.memory.predict import predict
+    from dpofit.plan import JobFlags, plan_job
+
+    name, _, value = key.partition("=")
+    overrides = [f"{name}={value or 'true'}", *(["quantization_bit=8"] if value else [])]
+    tuning = "full" if name == "use_badam" else "lora"
+    with pytest.raises(BadInput) as refused:
+        predict(plan_job("qwen2.5-7b-dpo/lora-1gpu", [*overrides, f"finetuning_type={tuning}"], JobFlags()).job)
+    named = "quantization_bit" if value else name
+    assert [problem.key for problem in refused.value.problems] == [named]
+
+
 @pytest.mark.parametrize("override", ["use_dora=true", "use_galore=true", "use_muon=true", "use_adam_mini=true"])
 def test_what_is_modelled_is_not_said_to_be_refused(override: str) -> None:
     from dpofit.memory.predict import predict
