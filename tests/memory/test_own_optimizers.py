@@ -73,3 +73,10 @@ def test_layer_by_layer_no_gradient_waits_for_the_step():
 def test_what_fails_when_run_is_refused_with_its_reason(recipe, named):
     with pytest.raises(BadInput, match=named):
         predict(_alone(**recipe))
+
+
+def test_muons_last_update_is_still_held_while_adam_updates_the_tables():
+    model = tiny(vocab=50_000)
+    step = peaks(job(model, gpus=1, zero=None, prompt=64, response=64, use_muon=True))["optimizer_step"]
+    adam, last = 2 * 50_000 * 64 * 4, 256 * 64 * 2  # a table's square root and quotient; down_proj's update in bf16
+    assert step.breakdown["optimizer_workspace"] == adam + last

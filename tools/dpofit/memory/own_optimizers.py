@@ -7,7 +7,7 @@ galore_projector.py; apollo_torch 1.0.3 apollo.py, random_projector.py, svd_proj
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dpofit.memory.optimizers import Update, update_of
 from dpofit.memory.spec import BF16, FP32
@@ -79,10 +79,21 @@ def _adam(tensor: Tensor, element_bytes: int, copies: int) -> Update:
 def _muon(tensor: Tensor, element_bytes: int) -> Update:
     """A momentum for a matrix; Newton-Schulz has the gradient, four bf16 matrices like it and two squares of its
     smaller side, beside the update of the tensor before. Adam for tables and vectors."""
-    if tensor.role in _TABLES or len(tensor.shape) != 2:
+    if not _orthogonalized(tensor):
         return _adam(tensor, element_bytes, copies=2)
     one, side = tensor.elements * element_bytes, min(tensor.shape)
     return Update(kept=(one,), temporary=one + 5 * tensor.elements * BF16 + 2 * side * side * BF16)
+
+
+def _orthogonalized(tensor: Tensor) -> bool:
+    return tensor.role not in _TABLES and len(tensor.shape) == 2
+
+
+def held_for(recipe: Recipe, tensors: Sequence[Tensor], tensor: Tensor) -> int:
+    """Bytes that are held while `tensor` is updated: Muon's step goes on to Adam's tensors, and still names the update
+    of its own last one."""
+    matrices = [one for one in tensors if _orthogonalized(one)] if recipe.use_muon else []
+    return matrices[-1].elements * BF16 if matrices and not _orthogonalized(tensor) else 0
 
 
 def _adam_mini(tensor: Tensor, element_bytes: int) -> Update:

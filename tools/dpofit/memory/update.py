@@ -6,7 +6,7 @@ import math
 
 from dpofit.memory.job import Job
 from dpofit.memory.optimizers import copies_of_all
-from dpofit.memory.own_optimizers import layerwise, owned, update_for
+from dpofit.memory.own_optimizers import held_for, layerwise, owned, update_for
 from dpofit.memory.part import Part
 from dpofit.memory.partition import BUCKETS, CHECK, FLOAT64, PARTITION, partition_bytes
 from dpofit.memory.pinned import pinned_block_bytes
@@ -128,7 +128,11 @@ def _optimizer_temporaries(job: Job, tensors: list[Tensor], element_bytes: int) 
     one_copy = sum(tensor.elements * tensor.times for tensor in tensors) * element_bytes
     size_bytes = 0 if owned(job.recipe) else copies_of_all(job.recipe) * one_copy
     copies = allocate([State("foreach", size_bytes, "optimizer_workspace", blocks=count)])
-    largest = max((update_for(job.recipe, tensor, element_bytes).temporary for tensor in tensors), default=0)
+    needed = (
+        update_for(job.recipe, tensor, element_bytes).temporary + held_for(job.recipe, tensors, tensor)
+        for tensor in tensors
+    )
+    largest = max(needed, default=0)
     return [*copies, *map(end, copies), *comes_and_goes("update", largest, "optimizer_workspace")]
 
 
