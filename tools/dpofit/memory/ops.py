@@ -81,7 +81,7 @@ class Ops:
             elif trained:
                 narrow = tape.new("new_grad", weight_count * BF16, "gradients")
                 if wide_weight is None:
-                    handed(narrow)
+                    tape.after_node(lambda: handed(narrow))
                 else:
                     tape.give(wide_weight, narrow)
                 if linear.bias:

@@ -70,6 +70,7 @@ class Tape:
         self.sums: dict[str, tuple[Mark, Storage]] | None = None  # fp32, of gradients that come in parts, by module
         self.muted = False  # modules inside have no hooks of their own
         self.casts_cached = False  # autocast has the weights' copies already
+        self._after: list[Callable[[], None]] = []  # what follows the node that runs, when it has let go
         self._kept: list[Storage] = []  # what contexts hold as attributes, to the end of the graph
         self._records: list[tuple[Storage, int] | Mark] = []
         self._serial: dict[str, int] = {}
@@ -174,6 +175,10 @@ class Tape:
             self.drop(value.grad, gradient)
             value.grad = total
 
+    def after_node(self, act: Callable[[], None]) -> None:
+        """A weight's AccumulateGrad is a node of its own: the one that made the gradient has let go of all it held."""
+        self._after.append(act)
+
     def run_backward(self, until: int = 0) -> None:
         """Run nodes, last first, down to index `until`. A node that got no gradient only lets go of what it saved."""
         while len(self.nodes) > until:
@@ -183,6 +188,8 @@ class Tape:
                 node.backward(gradient)
             self.drop(*node.saved)
             self.drop(gradient)
+            while self._after:
+                self._after.pop(0)()
         if not self.nodes:
             self.drop(*self._kept)
             self._kept = []
