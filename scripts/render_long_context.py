@@ -17,7 +17,6 @@ from typing import Any
 from generated import parser, with_tables, write_or_check
 
 from dpofit.memory.predict import predict
-from dpofit.memory.speed import forward_flops
 from dpofit.plan import DEFAULT_RESPONSE, JobFlags, plan_job, plan_jobs
 from dpofit.recipe.cards import all_recipes, pieces_of, read_presets
 from dpofit.recipe.long_context import PIECES
@@ -96,18 +95,17 @@ def recipes_table() -> str:
 
 
 def flops_table() -> str:
-    """Forward FLOPs of the layers for a pair, stock over shared_prompt, policy and reference of one epoch."""
+    """Traced FLOPs of a pair, stock's step by that with the pieces and its share of the pass before step 1."""
+    traced = json.loads(TRACED.read_text(encoding="utf-8"))
     rows = []
     for prompt in PROMPTS:
-        stock, shared = (
-            plan_job(f"{FAMILY}/full-z3", SCALED, JobFlags(prompt=prompt, response=1024, long_context=pieces)).job
-            for pieces in ("off", "shared_prompt")
-        )
-        ratio = forward_flops(stock) / forward_flops(shared)
-        # policy: forward, recompute, twice backward; the reference once each step, or once in all
-        cells = [f"{prompt:,} + 1,024", f"{ratio:.2f}x"]
-        rows.append([*cells, *(f"{5 * ratio / (4 + 1 / epochs):.2f}x" for epochs in (1, 3))])
-    return _markdown(["tokens", "shared prompt alone", "and cached reference, 1 epoch", "3 epochs"], rows, right_from=1)
+        stock, shared, everything = (traced[f"{name}:{prompt}"]["flops"] for name in ("off", "shared_prompt", "all"))
+        with_pass = (everything["step"] + everything["reference_pass"] / epochs for epochs in (1, 3))
+        ratios = (stock["step"] / flops for flops in (shared["step"], *with_pass))
+        cells = [f"{prompt:,} + 1,024", f"{stock['step'] / 1e15:.1f}"]
+        rows.append([*cells, *(f"{ratio:.2f}x" for ratio in ratios)])
+    headings = ["tokens", "stock, PFLOP", "by `shared_prompt`", "by all five, 1 epoch", "3 epochs"]
+    return _markdown(headings, rows, right_from=1)
 
 
 def seconds_table() -> str:

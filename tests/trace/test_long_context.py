@@ -75,6 +75,27 @@ def planned(pieces: tuple[str, ...], **recipe) -> Job:
     return Job(built, model, Cluster(find_gpu("a100-80g"), 1, 8 if zero else 1), lengths)
 
 
+def test_flops_of_a_step_with_all_pieces_are_the_sum_written_out() -> None:
+    """Tiles cost no multiplications: what they compute again, checkpointing does not."""
+    from dpofit.trace.job import request_of
+    from dpofit.trace.reference_pass import BATCHES
+    from dpofit.trace.step import trace_step
+
+    layers, hidden, mlp, kv, vocabulary = 4, 896, 4864, 128, 151_936
+    prompt, chosen, rejected = 5000, 600, 700
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * mlp  # weights of q and o, k and v, the MLP
+    linear = 2 * layers * layer * (prompt + chosen + rejected)
+    scores = (prompt + chosen) ** 2 + rejected * (prompt + rejected)  # of its two calls, as if nothing were masked
+    attention = 4 * layers * hidden * scores
+    head = 2 * vocabulary * hidden * (chosen + rejected)
+    request = request_of(planned(PIECES, pure_bf16=True, liger=True))
+    flops = trace_step(replace(request, steps=1, optimizer="")).recorder.flops
+    in_step = sum(count for (_, step), count in flops.items() if step == 1)
+    # forward, its recomputation, twice that for gradients; attention's backward computes the scores once more
+    assert in_step == pytest.approx(4 * linear + (2 + 2.5) * attention + 4 * head, rel=1e-3)
+    assert flops["reference_forward", 0] == pytest.approx(BATCHES * (linear + attention + head), rel=1e-3)
+
+
 @pytest.mark.parametrize("name", POINTS)
 def test_peak_within_one_percent_phases_within_two_and_the_same_host_memory(name: str) -> None:
     from dpofit.report.traced import compared_peaks

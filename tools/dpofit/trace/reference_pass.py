@@ -15,17 +15,18 @@ from dpofit.trace.request import TraceRequest
 from dpofit.trace.storages import Recorder
 from dpofit.trace.trainers import batch_of, rows_of_one
 
+BATCHES = 2  # of each rank: ZeRO-3 fetches ahead from the second on
 _collect = gc.collect  # the tracer switches the collector off, which frees a given reference here
 
 
 def run_reference_pass(request: TraceRequest, trainer: Any, recorder: Recorder, load: Callable[[], Any]) -> None:
-    """Two batches of the longest rows, scored and thrown away: ZeRO-3 fetches ahead from the second on. `load` makes
-    the given `ref_model`, for which the pass asks where there is one."""
+    """`BATCHES` of the longest rows, scored and thrown away. `load` makes the given `ref_model`: the pass asks for it
+    where there is one."""
     from dpofit.train.longdpo import cached_reference, reference_model, reference_pass
     from dpofit.train.longdpo.reference_rows import Example
 
     size = request.rows // rows_of_one(request)
-    count = size * request.world_size + 1  # one more than a batch of every rank
+    count = size * request.world_size * (BATCHES - 1) + 1
     todo = [Example("train", index, (), request.tokens) for index in range(count)]
     run = trainer._dpofit_reference
     run.create_ref_model = load

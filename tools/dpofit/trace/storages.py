@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
 
 from dpofit.trace.device import space_of
 from dpofit.trace.memo import Memo
@@ -62,6 +64,8 @@ class Recorder:
     storages: list[Storage] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     ops: int = 0
+    # Of what ran, by (phase, step); attention as if nothing were masked.
+    flops: Counter[tuple[str, int]] = field(default_factory=Counter)
     phase: str = "load"
     step: int = 0
     category: str = ""  # given to every storage born while it's set
@@ -224,6 +228,9 @@ class StorageMode(TorchDispatchMode):
             if reused is not None:
                 return reused
             out = self.memo.call(func, args, kwargs)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            recorder.flops[recorder.phase, recorder.step] += count(*args, **kwargs, out_val=out)
         if func is aten.bitwise_not.default:
             out.is_rest = True
         # ATen TensorConversions.cpp: a non-blocking copy to the CPU lands in pinned memory
