@@ -9,12 +9,12 @@ import pytest
 
 from tests.guard.ranks import run_ranks, values
 from tests.longdpo.conftest import AssertSame
-from tests.longdpo.runs import Case, together
+from tests.longdpo.runs import Case
 from tests.longdpo.zero3 import Compared, compare_all
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]
 
-LOGPS, BOTH = ("answer_logps",), ("answer_logps", "shared_prompt")
+LOGPS, PROMPT, BOTH = ("answer_logps",), ("shared_prompt",), ("answer_logps", "shared_prompt")
 Asked = list[tuple[Case, list[tuple[str, ...]]]]
 
 CHOSEN: Asked = [
@@ -22,25 +22,22 @@ CHOSEN: Asked = [
     (Case("llama", "lora", "trained", loss="ld_alpha", accumulation=2, steps=2), [BOTH]),
     (Case("qwen3", "full", "tied", loss="orpo", batch=2, steps=2), [LOGPS]),
 ]
-# Each piece alone with every family, with full and LoRA, with every size it can have; all that fit together with
-# everything; each loss at least once. A trained head needs answer_logps under ZeRO-3.
+# Every pair of (family, tuning with head, loss, batch and accumulation, pieces) at least once between families,
+# tunings, batches and pieces; each loss at least once.
 DOZEN: Asked = [
-    (case, [*((piece,) for piece in alone.split()), together(case)])
-    for case, alone in [
-        (Case("qwen2", "full", "own", loss="sigmoid"), "answer_logps shared_prompt tiled_mlp"),
-        (Case("llama", "full", "own", loss="ipo", accumulation=2), "cached_reference offload_checkpoints"),
-        (Case("mistral", "full", "own", loss="hinge", batch=2), "answer_logps cached_reference"),
-        (Case("qwen3", "full", "own", loss="bco"), "shared_prompt cached_reference tiled_mlp"),
-        (Case("qwen2", "full", "tied", loss="simpo", accumulation=2), "shared_prompt offload_checkpoints"),
-        (Case("llama", "full", "tied", loss="ftx", batch=2), "answer_logps tiled_mlp"),
-        (Case("mistral", "full", "tied", loss="smoothed"), "shared_prompt offload_checkpoints"),
-        (Case("qwen3", "full", "tied", loss="orpo", batch=2, accumulation=2), "answer_logps offload_checkpoints"),
-        (Case("qwen2", "lora", "own", loss="kto_pair", batch=2), "cached_reference"),
-        (Case("llama", "lora", "own", loss="sigmoid"), "shared_prompt offload_checkpoints"),
-        (Case("mistral", "lora", "own", loss="orpo", accumulation=2), "tiled_mlp"),
-        (Case("qwen3", "lora", "trained", loss="ld_alpha", accumulation=2), "answer_logps"),
-        (Case("llama", "lora", "trained", loss="ftx", batch=2), "answer_logps"),
-    ]
+    (Case("qwen2", "full", "own", loss="sigmoid"), [LOGPS, PROMPT, BOTH]),
+    (Case("llama", "full", "own", loss="ipo", accumulation=2), [BOTH]),
+    (Case("mistral", "full", "own", loss="hinge", batch=2), [LOGPS]),
+    (Case("qwen3", "full", "own", loss="bco"), [PROMPT]),
+    (Case("qwen2", "full", "tied", loss="simpo", accumulation=2), [PROMPT]),
+    (Case("llama", "full", "tied", loss="ftx", batch=2), [LOGPS]),
+    (Case("mistral", "full", "tied", loss="smoothed"), [BOTH]),
+    (Case("qwen3", "full", "tied", loss="orpo", batch=2, accumulation=2), [LOGPS]),
+    (Case("qwen2", "lora", "own", loss="kto_pair", batch=2), [LOGPS]),
+    (Case("llama", "lora", "own", loss="sigmoid"), [PROMPT]),
+    (Case("mistral", "lora", "own", loss="orpo", accumulation=2), [BOTH]),
+    (Case("qwen3", "lora", "trained", loss="ld_alpha", accumulation=2), [BOTH]),
+    (Case("llama", "lora", "trained", loss="ftx", batch=2), [LOGPS]),
 ]
 
 
@@ -76,17 +73,15 @@ def test_the_first_loss_is_ln_2(compared: list[tuple[Case, tuple[str, ...], Comp
 def test_the_head_is_gathered_once_a_pass_not_once_a_chunk(
     compared: list[tuple[Case, tuple[str, ...], Compared]],
 ) -> None:
-    """Forward and backward, and under adapters the reference's forward, which the same engine makes with the same head
-    unless it is cached. A tied head is the embedding as well, which stays from a backward to the next micro-batch.
-    Answers take several chunks (runs.py)."""
+    """Forward and backward, and under adapters the reference's forward, which the same engine makes with the same head.
+    A tied head is the embedding as well, which stays from a backward to the next micro-batch. Answers take several
+    chunks (runs.py)."""
     for case, pieces, found in compared:
         stock, long = found.head_gathers
-        adapters = (case.tuning, case.head) == ("lora", "own")
-        asks = case.loss not in ("orpo", "simpo") and "cached_reference" not in pieces
-        passes = 3 if adapters and asks else 2
+        passes = 3 if (case.tuning, case.head) == ("lora", "own") and case.loss not in ("orpo", "simpo") else 2
         tied = 4 * case.accumulation - (case.accumulation - 1)
         assert long == (tied if case.head == "tied" else passes * case.accumulation), f"{case} {pieces}"
-        assert case.head == "trained" or stock == long or (adapters and "cached_reference" in pieces)
+        assert case.head == "trained" or stock == long
 
 
 def test_the_heads_gradient_is_reduced_once(compared: list[tuple[Case, tuple[str, ...], Compared]]) -> None:
