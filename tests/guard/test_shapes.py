@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dpofit.models.family import FAMILIES
 from dpofit.train.guard.shapes import Shapes, expected_problems
 
 CONFIG: dict[str, Any] = {
@@ -58,6 +59,12 @@ def test_each_loss_is_named(shapes: Shapes, problem: str) -> None:
 
 def test_a_tied_model_needs_no_head() -> None:
     assert expected_problems({**CONFIG, "tie_word_embeddings": True}, without("lm_head.weight")) == []
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_tensor_missing_in_one_layer_is_found_in_every_family_that_is_planned(model_type: str) -> None:
+    found = expected_problems({**CONFIG, "model_type": model_type}, without("model.layers.1.mlp.up_proj.weight"))
+    assert found == ["model.layers.1.mlp.up_proj.weight is missing; other layers have it"]
 
 
 def test_layers_of_a_hybrid_may_differ() -> None:

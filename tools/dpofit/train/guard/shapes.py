@@ -14,8 +14,8 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte)\.weight$")
 _HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 # Every layer of these has the same tensors; of others (mixtures, hybrids) that isn't assumed.
 _UNIFORM = {
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "granite", "internlm2", "internlm3", "olmo2",
-    "chatglm", "starcoder2", "cohere", "yi", "baichuan",
+    "llama", "mistral", "qwen", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "phi3", "granite",
+    "internlm2", "internlm3", "olmo2", "chatglm", "starcoder2", "cohere", "yi", "baichuan",
 }  # fmt: skip
 _MOST_LAYERS = 10_000
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
