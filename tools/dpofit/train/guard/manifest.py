@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,14 +69,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest | None:
     """The folder's manifest, None if it has none. ValueError when there is one that can't be understood."""
     path = folder / MANIFEST_NAME
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a file")
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        regular = stat.S_ISREG(path.stat().st_mode)  # one look: another process may move the folder at any moment
+        text = path.read_text(encoding="utf-8") if regular else ""
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read: {error}") from None
+    if not regular:
+        raise ValueError(f"{path} is not a file")
     try:
         document: dict[str, Any] = json.loads(text)
         if document["schema"] != SCHEMA:

@@ -19,7 +19,7 @@ from dpofit.train.guard import folders
 from dpofit.train.guard.config import GuardConfig, read_config
 from dpofit.train.guard.engine_files import guarded_engine
 from dpofit.train.guard.exchange import Exchange, SaveAborted
-from dpofit.train.guard.manifest import MANIFEST_NAME, read_manifest
+from dpofit.train.guard.manifest import MANIFEST_NAME
 from dpofit.train.guard.progress import one_line, slower_line
 from dpofit.train.guard.room import say_at_start, state_bytes
 from dpofit.train.guard.save import Save, SaveReport, record
@@ -173,7 +173,6 @@ def _checkpoint_save(trainer: Any, state: _State, stock: Callable[..., Any], mod
         save.add_extents(extents)
         reached("state-written")
         save.seal(trainer.state.global_step)
-        written = _written_bytes(save)
         with save.reporting("commit"):
             if save.leads:
                 folders.commit_checkpoint(save.staging, run_folder / name)
@@ -190,7 +189,7 @@ def _checkpoint_save(trainer: Any, state: _State, stock: Callable[..., Any], mod
     reached("rotated")
     if save.leads:
         state.committed = (run_folder / name, stamps(run_folder / name))
-    _tell(save.report(run_folder / name, written), trainer, state, trainer.state.global_step)
+    _tell(save.report(run_folder / name), trainer, state, trainer.state.global_step)
     for folder in deferred_pushes:
         type(trainer)._push_from_checkpoint(trainer, folder.replace(str(save.staging), str(run_folder / name)))
 
@@ -201,7 +200,6 @@ def _final_save(trainer: Any, state: _State, stock: Callable[..., Any], folder: 
         save.open()
         save.write_weights(stock, state_bytes=0)
         save.seal(None)
-        written = _written_bytes(save)
         with save.reporting("commit"):
             if save.leads and save.rank == 0:
                 folders.settle_final_save(folder)
@@ -216,7 +214,7 @@ def _final_save(trainer: Any, state: _State, stock: Callable[..., Any], folder: 
             folders.remove_tree(save.staging)
         logger.error("%s. The final model was not written to %s; the newest checkpoint is whole.", aborted, folder)
         raise
-    _tell(save.report(folder, written), trainer, state, None)
+    _tell(save.report(folder), trainer, state, None)
 
 
 def _begin(trainer: Any, state: _State, folder: Path, staging: str, name: str | None) -> Save:
@@ -257,11 +255,6 @@ def _exchange(config: GuardConfig) -> Exchange:
     exchange = _exchanges.setdefault(place, Exchange(store, *place, config.timeout_s))
     exchange.use(store, config.timeout_s)
     return exchange
-
-
-def _written_bytes(save: Save) -> int:
-    manifest = read_manifest(save.staging)
-    return 0 if manifest is None else manifest.total_bytes
 
 
 def _is_pretrained(trainer: Any) -> bool:

@@ -55,6 +55,7 @@ class Save:
         self._started = time.monotonic()
         self._memory = PeakMemory()
         self._native_bytes = 0
+        self._bytes = 0  # of the sealed folder, on its leader
 
     @property
     def leads(self) -> bool:
@@ -106,24 +107,27 @@ class Save:
         self._extents.update(extents)
 
     def seal(self, step: int | None) -> None:
-        """Make everything in staging durable and write its manifest; from here on it is a whole checkpoint."""
+        """Make everything in staging durable and write its manifest; from here on it is a whole checkpoint.
+
+        Its leader may then move the folder at any moment: nobody else may look into it any more.
+        """
         with self.reporting("parts"):
             leave_part(self.staging, self.rank, self._extents)
         with self.reporting("manifest"):
             if self.leads:
-                seal(self.staging, step, self.world_size, self.backend)
+                self._bytes = seal(self.staging, step, self.world_size, self.backend).total_bytes
         reached("manifest-written")
 
-    def report(self, folder: Path, written: int) -> SaveReport:
-        """The figures of this save, the same on every rank."""
-        peaks = self.exchange.round("report", self._memory.extra_bytes(), decide=list)
+    def report(self, folder: Path) -> SaveReport:
+        """The figures of this save, the same on every rank; `bytes` are those of the folder rank 0 sees."""
+        answers = self.exchange.round("report", [self._memory.extra_bytes(), self._bytes], decide=list)
         self.exchange.settle()
-        known = [peak for peak in peaks if peak is not None]
+        known = [peak for peak, _ in answers if peak is not None]
         return SaveReport(
             folder=str(folder),
             backend=self.backend,
             reason=self.reason,
-            bytes=written,
+            bytes=answers[0][1],
             seconds=time.monotonic() - self._started,
             peak_extra_bytes=max(known) if known else None,
             native_bytes=self._native_bytes,
