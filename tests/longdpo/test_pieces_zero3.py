@@ -22,8 +22,12 @@ ALONE = [(one,) for one in THREE] if ALL else []
 Asked = list[tuple[Case, list[tuple[str, ...]]]]
 # Each rank has six batches of two an epoch: with four a step, the second step has two.
 FEWER = Case(batch=2, accumulation=4, steps=STEPS)
-LORA = Case(tuning="lora", steps=STEPS)
-ZERO3: Asked = [(FEWER, [together(FEWER), *ALONE]), (LORA, [together(LORA), *ALONE])]
+FULL, LORA = Case(steps=STEPS), Case(tuning="lora", steps=STEPS)
+ZERO3: Asked = [
+    (FEWER, [together(FEWER), *ALONE]),  # all but shared_prompt, which wants one pair a batch
+    (FULL, [together(FULL)]),
+    (LORA, [together(LORA), *ALONE]),
+]
 PARALLEL: Asked = [
     (Case(accumulation=5, steps=STEPS), [together(LORA), *(((one,) for one in together(LORA)) if ALL else ())]),
     (LORA, [together(LORA)]),
