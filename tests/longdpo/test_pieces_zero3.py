@@ -25,7 +25,7 @@ FEWER = Case(batch=2, accumulation=4, steps=STEPS)
 FULL, LORA = Case(steps=STEPS), Case(tuning="lora", steps=STEPS)
 ZERO3: Asked = [
     (FEWER, [together(FEWER), *ALONE]),  # all but shared_prompt, which wants one pair a batch
-    (FULL, [together(FULL)]),
+    *([(FULL, [together(FULL)])] if ALL else []),
     (LORA, [together(LORA), *ALONE]),
 ]
 PARALLEL: Asked = [
