@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_every_log_is_in_the_table() -> None:
 def test_logs_name_no_machine() -> None:
     for path in LOGS.glob("*.log"):
         text = path.read_text(encoding="utf-8", errors="replace")
-        assert "/tmp/" not in text and "/root/" not in text, path
+        assert re.search(r"/(?:tmp|root)/", text) is None, path
 
 
 def test_the_line_is_where_grep_finds_it() -> None:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dpofit.memory.bucket import Reducer
+from dpofit.memory.engine import OUTSIDE, Engine
 from dpofit.memory.frozen_parts import KL, reference
 from dpofit.memory.job import Job
 from dpofit.memory.layerwise import StepInBackward
-from dpofit.memory.overlay import OUTSIDE, Decisions, Engine, Reducer, Taker, decide, lay, reduced_after
+from dpofit.memory.overlay import Decisions, Taker, decide, lay, reduced_after
 from dpofit.memory.own_optimizers import layerwise, update_for
 from dpofit.memory.part import Part
 from dpofit.memory.partition import PartitionReducer, places, weight_groups
