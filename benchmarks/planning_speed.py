@@ -9,15 +9,14 @@ process and its workers computed, `wall_s` what a person waits: on a busy machin
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import median
+
+import speed_document
 
 from dpofit.recipe.catalogue import newest, recipe_files
 
@@ -75,11 +74,7 @@ def main() -> None:
             f"  slowest {row['slowest_cpu_s']:5.2f} s CPU, {row['slowest_wall_s']:5.2f} wall: {row['slowest']}"
         )
     if options.json:
-        document = {
-            "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cores": os.cpu_count(),
-            "load_at_end": round(os.getloadavg()[0], 1), "commands": rows,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        speed_document.write(options.json, commands=rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -19,6 +18,8 @@ import time
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+
+import speed_document
 
 RECIPES = ["qwen2.5-72b-dpo/full-z3", "qwen2.5-72b-dpo/lora-z3", "qwen2.5-7b-dpo/lora-1gpu"]
 MAIN = "from dpofit.cli.app import main; main()"
@@ -97,11 +98,7 @@ def main() -> None:
             rows[recipe]["every_layer"] = _in_process(recipe, whole=True)
         print(recipe, json.dumps(rows[recipe]))
     if options.json:
-        document = {
-            "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "cores": os.cpu_count(),
-            "load_at_end": round(os.getloadavg()[0], 1), "recipes": rows,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        speed_document.write(options.json, recipes=rows)
 
 
 if __name__ == "__main__":
