@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -78,17 +76,6 @@ def _reduce_scatter_coalesced(tensors: list[torch.Tensor], group: Any = None) ->
             for tensor, part, start in zip(tensors, parts, starts, strict=True)]  # fmt: skip
 
 
-def _own_slice_only(convert: Any) -> Any:
-    """Init._convert_to_deepspeed_param with an `_all_gather_dtype` (partition_parameters.py:1237-1239) that cuts this
-    rank's slice from the flat buffer; the others' are for the wait that `_wait` stands for."""
-    source = textwrap.dedent(inspect.getsource(convert))
-    append = "partitions.append(flat_tensor.narrow(0, partition_sz * i, partition_sz))"
-    source = source.replace(append, f"{append} if i == rank_in_group else partitions.append(None)")
-    scope: dict[str, Any] = {}
-    exec(compile(source, inspect.getsourcefile(convert) or "", "exec"), convert.__globals__, scope)
-    return scope[convert.__name__]
-
-
 def _accumulator(find: Any) -> Any:
     """torch's `_get_grad_fn_or_grad_acc`, which makes a view of a parameter to find its node, and asks nobody about it:
     the engine does so for each parameter at each checkpoint's backward (runtime/utils.py:1458)."""
@@ -150,8 +137,6 @@ def process_group(rank: int, world_size: int, recorder: Recorder) -> Iterator[No
         stack.enter_context(_without_overflow())
         stack.enter_context(mock.patch.object(partition_parameters.AllGatherCoalescedHandle, "wait", _wait))
         stack.enter_context(mock.patch.object(partition_parameters.Init, "_allgather_params", _allgather_params))
-        convert = partition_parameters.Init._convert_to_deepspeed_param
-        stack.enter_context(mock.patch.object(partition_parameters.Init, convert.__name__, _own_slice_only(convert)))
         stack.enter_context(mock.patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter_coalesced))
         for collective in _COLLECTIVES:
             stack.enter_context(mock.patch.object(TorchBackend, collective, lambda *_, **__: Noop()))
