@@ -36,6 +36,7 @@ ZERO = {
     "none": None,
     "z0": ZeroConfig("z0", 0),
     "z1": ZeroConfig("z1", 1),
+    "z1_overlap": ZeroConfig("z1_overlap", 1, overlap_comm=True, reduce_bucket_size="auto"),
     "z2": ZeroConfig("z2", 2, overlap_comm=False),
     "z2_round_robin": ZeroConfig("z2_round_robin", 2, overlap_comm=False, round_robin_gradients=True),
     "z2_offload": ZeroConfig("z2_offload", 2, offload_optimizer="cpu", optimizer_pin_memory=True),
@@ -108,8 +109,8 @@ def grid() -> Iterator[Point]:
         for zero in ("z2", "z2_offload", "z3", "z3_offload"):
             for liger in (False, True):
                 yield Point(model, finetuning=finetuning, zero=zero, liger=liger)
-        for stage in ("dpo", "rm"):
-            yield Point(model, stage=stage, finetuning=finetuning, zero="z2_round_robin")
+        for stage, zero in product(("dpo", "rm"), ("z1_overlap", "z2_round_robin")):
+            yield Point(model, stage=stage, finetuning=finetuning, zero=zero)
         yield Point(model, finetuning=finetuning, pure_bf16=True, optim="adamw_torch")
         for zero in ("none", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"):
             yield Point(model, finetuning=finetuning, zero=zero, recipe=(("gradient_accumulation", 2),))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpofit.memory.partition import PartitionReducer, partition_bytes, places
+from dpofit.memory.partition import PartitionReducer, partition_bytes, places, rank_buffers
 from dpofit.memory.step import build_program, plan_steps
 from dpofit.memory.zero3 import ModuleIds
 from tests.memory.jobs import job, peaks, tiny, zero
@@ -59,11 +59,11 @@ def test_a_hundred_million_ranks_are_not_walked():
     assert most == (5000 * 64 + 64) * 2  # the embedding, and a norm of the other group
 
 
-def reducer(bucket: int) -> PartitionReducer:
+def reducer(bucket: int, keeps: bool = False) -> PartitionReducer:
     """Four ranks: the embedding lies on the first two, the head on the last two, the layer between them."""
-    model = tiny(layers=1, vocab=5000, hidden=64)
-    found = places(job(model, nodes=1, gpus=4, zero=zero(2)), IDS)
-    return PartitionReducer(bucket, 7, found, copies=True, checks=False)
+    planned = job(tiny(layers=1, vocab=5000, hidden=64), nodes=1, gpus=4, zero=zero(2))
+    found = places(planned, IDS)
+    return PartitionReducer(bucket, 7, found, rank_buffers(planned), copies=True, checks=False, keeps=keeps)
 
 
 IDS = ModuleIds(frozenset({"embed_tokens", "norm", "lm_head"}))
@@ -111,10 +111,21 @@ def test_a_gradient_larger_than_the_bucket_waits_and_is_copied_by_ranks():
     assert dict(wider.flush())["copy"] == 2 * TABLE
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+def test_in_stage_1_one_larger_than_the_bucket_stays_on_the_ranks_that_have_no_part_of_it():
+    bucket = reducer(TABLE // 2, keeps=True)
+    bucket.add(EMBEDDING, TABLE, 2 * TABLE)
+    second = 2 * (TABLE + 2 * 64 * 256 + 2 * 64 * 64 + 2 * 64 * 32 + 128)  # rank 1's own, of which the embedding is one
+    assert bucket.flush() == [("grads_in_partition.0", second), (EMBEDDING, 2 * TABLE)]
+    bucket.add(HEAD, TABLE, 2 * TABLE)
+    bucket.flush()
+    assert bucket.held == second + 2 * TABLE  # rank 1 has no part of the head
+
+
+@pytest.mark.parametrize(("stage", "overlap"), [(1, False), (1, True), (2, False)])
 @pytest.mark.parametrize("fields", [{}, {"gradient_accumulation": 2}, {"stage": "rm"}, {"finetuning": "lora"}])
-def test_what_backward_reduces_is_let_go_of_by_the_end_of_the_step(stage, fields):
-    planned = job(tiny(layers=5), gpus=8, zero=zero(stage, reduce_bucket_size=20_000), prompt=64, response=64, **fields)
+def test_what_backward_reduces_is_let_go_of_by_the_end_of_the_step(stage, overlap, fields):
+    deepspeed = zero(stage, reduce_bucket_size=20_000, overlap_comm=overlap)
+    planned = job(tiny(layers=5), gpus=8, zero=deepspeed, prompt=64, response=64, **fields)
     build_program(planned, plan_steps(planned)).check()
 
 

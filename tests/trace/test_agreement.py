@@ -93,6 +93,10 @@ POINTS = {
     "ZeRO-2, offloaded: the look for overflow": {"zero": "z2_offload"},
     "two micro-batches": {"recipe": (("gradient_accumulation", 2),)},
     "two micro-batches, ZeRO-1": {"zero": "z1", "recipe": (("gradient_accumulation", 2),)},
+    "rm, ZeRO-1, overlap_comm: reduced as they appear, others' large gradients stay": {
+        "stage": "rm",
+        "zero": "z1_overlap",
+    },
     "two micro-batches, ZeRO-2": {"zero": "z2", "recipe": (("gradient_accumulation", 2),)},
     "two micro-batches, ZeRO-3: what the first leaves gathered": {
         "model": "Qwen/Qwen2.5-7B",

@@ -52,13 +52,13 @@ class PartitionBytes:
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a weight lies: ranks `first` to `last`, `head` elements of it on the first of them, `share` on each of the
-    others but the last. `buffer`: bytes for gradients on the rank of these that has most."""
+    others but the last. `standing`: those of them that stand for all."""
 
     first: int
     last: int
     head: int
     share: int
-    buffer: int
+    standing: tuple[int, ...]
 
 
 def partition_bytes(job: Job, looking: int = FLOAT64) -> PartitionBytes:
@@ -91,23 +91,25 @@ def _in_step(rank: PartitionBytes) -> int:
     return rank.buffer + rank.zeros + rank.looked_at
 
 
+def rank_buffers(job: Job) -> dict[int, int]:
+    """Bytes for gradients, by rank that stands for itself or more; offloaded, they go to the host."""
+    ranks = _ranks(weight_groups(job), job.world_size, FLOAT64)
+    return {rank: one.buffer if job.zero.offload_optimizer == "none" else 0 for rank, one in ranks.items()}
+
+
 def places(job: Job, ids: ModuleIds) -> dict[int, Place]:
     """Of every trained weight, by module."""
     world = job.world_size
     groups = weight_groups(job)
-    ranks = _ranks(groups, world, FLOAT64)
-    standing = list(ranks)
+    standing = list(_ranks(groups, world, FLOAT64))
     found = {}
     for group in groups:
         share = _share(group, world)
         for weight, start in zip(group, _starts(group), strict=True):
             first, last = start // share, _last(start, weight.elements, share, world)
-            inside = standing[bisect_left(standing, first) : bisect_right(standing, last)]
-            buffer = 0
-            if job.zero.offload_optimizer == "none":
-                buffer = max(ranks[rank].buffer for rank in inside)
+            inside = tuple(standing[bisect_left(standing, first) : bisect_right(standing, last)])
             head = min(weight.elements, (first + 1) * share - start)
-            found[ids.module(weight.module, weight.layer)] = Place(first, last, head, share, buffer)
+            found[ids.module(weight.module, weight.layer)] = Place(first, last, head, share, inside)
     return found
 
 
@@ -183,15 +185,19 @@ def _ranks(groups: Groups, world: int, looking: int) -> dict[int, PartitionBytes
 class PartitionReducer:
     """The bucket (:1028-1076, :1483-1545). Its buffers come with the first gradient; a gradient is copied into it, one
     larger than it keeps its own storage until the next flushes it. A flush reduces, and the buffer of a rank's
-    gradients comes with the first that touches its partition: of ranks met so far, the one that has most is shown."""
+    gradients comes with the first that touches its partition: of all ranks, the one that has most is shown."""
 
     elements: int
     buffers: int  # bytes, until they come
     places: Mapping[int, Place]
+    partitions: Mapping[int, int]  # rank_buffers
     copies: bool  # reduce_scatter
     checks: bool  # gradients are looked through for overflow as they go to the host (:1431-1437)
-    deferred: bool = False  # stage 1: gradients are reduced in backward's epilogue
-    held: int = 0
+    keeps: bool = False  # stage 1: one larger than the bucket stays where it has no partition (:1528-1542)
+    deferred: bool = False  # gradients wait for a later backward, or the epilogue
+    held: int = 0  # bytes of reduced gradients, on the rank that has most
+    kept: int = 0  # bytes of those that stayed, on a rank that has a part of none
+    apart: dict[int, int] = field(default_factory=dict)  # what a rank that has a part of some has beside `kept`
     filled: int = 0
     waiting: list[tuple[int, int]] = field(default_factory=list)  # (module, bytes) still in their own storage
     inside: list[tuple[int, int]] = field(default_factory=list)  # (module, elements)
@@ -230,13 +236,24 @@ class PartitionReducer:
                 done.append(("copy", copied * BF16))
             if self.checks:
                 done.append(("check", max(elements for _, elements in self.inside) * CHECK))
-            most = max(place.buffer for place in found)
-            if most > self.held:
-                done.append((f"{PARTITION}.{self.held}", most - self.held))
-                self.held = most
-        done += self.waiting
+            met = {rank for place in found for rank in place.standing}
+            for rank in met:
+                self.apart.setdefault(rank, self.partitions[rank])
+            done += self._come(self.kept + max(self.apart[rank] for rank in met))
+            done += self.waiting
+            if self.keeps and self.waiting:  # alone in the bucket
+                staying = sum(size_bytes for _, size_bytes in self.waiting)
+                for rank in met:
+                    self.apart[rank] -= staying
+                self.kept += staying
+                done += self._come(self.kept + max(self.apart.get(rank, 0) for rank in self.partitions))
         self.waiting, self.inside, self.filled = [], [], 0
         return done
+
+    def _come(self, most: int) -> list[tuple[int | str, int]]:
+        """What comes where a rank now has this many bytes of reduced gradients."""
+        before, self.held = self.held, max(self.held, most)
+        return [(f"{PARTITION}.{before}", most - before)] if most > before else []
 
     def _copied(self, found: list[Place]) -> int:
         """Elements that allreduce_bucket puts together in one tensor, the most at a time: the bucket's slices, of which

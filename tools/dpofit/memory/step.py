@@ -11,12 +11,19 @@ from dpofit.memory.engine import OUTSIDE, Engine
 from dpofit.memory.frozen_parts import KL, reference
 from dpofit.memory.job import Job
 from dpofit.memory.layerwise import StepInBackward
-from dpofit.memory.overlay import Decisions, Taker, decide, lay, reduced_after
+from dpofit.memory.overlay import Decisions, Taker, decide, lay
 from dpofit.memory.own_optimizers import layerwise, update_for
 from dpofit.memory.part import Part
-from dpofit.memory.partition import PartitionReducer, places, weight_groups
 from dpofit.memory.parts import evaluation, micro_batch
 from dpofit.memory.program import Event, Phase, Program, Repeat
+from dpofit.memory.reduction import (
+    accumulate,
+    late_reducer,
+    partition_reducer,
+    reduced_at_the_end,
+    reduction_ends,
+    unbucketed_reduction,
+)
 from dpofit.memory.spec import BF16, FP32
 from dpofit.memory.states import (
     State,
@@ -24,20 +31,17 @@ from dpofit.memory.states import (
     optimizer_states,
     weight_states,
 )
-from dpofit.memory.tape import OUTERMOST, WRAPPER, Mark
+from dpofit.memory.tape import OUTERMOST, WRAPPER
 from dpofit.memory.tensors import trained_tensors
 from dpofit.memory.tiled import LEAF
 from dpofit.memory.update import (
     Items,
     allocate,
-    bucket_bytes,
     comes_and_goes,
     end,
     first_unfused_step,
     forwarded_twice,
     optimizer_update,
-    reduction_ends,
-    unbucketed_reduction,
     zero_grad,
 )
 from dpofit.memory.zero import ZeroSizes, reference_coordinator, zero_sizes
@@ -71,19 +75,12 @@ def _decide(job: Job, sizes: ZeroSizes | None, parts: list[Part], traced: bool) 
     if sizes and job.zero_stage == 3:
         reducer = Reducer(sizes.reduce_bucket, job.world_size)
     elif sizes and job.zero_stage in (1, 2):
-        reducer = _partition_reducer(job, sizes, ids, deferred=job.zero_stage == 1)
+        reducer = partition_reducer(job, sizes, ids)
     elif layerwise(job.recipe):
         tensors = {tensor.name: tensor for tensor in trained_tensors(job)}
         updates = {name: update_for(job.recipe, one, job.trained_bytes) for name, one in tensors.items()}
         reducer = StepInBackward({name: update.temporary for name, update in updates.items()}, ids)
     return decide(parts, _engines(job, sizes, ids, traced), reducer, ids, job.zero_stage > 0 and job.zero.overlap_comm)
-
-
-def _partition_reducer(job: Job, sizes: ZeroSizes, ids: ModuleIds, deferred: bool) -> PartitionReducer:
-    offloaded = job.zero.offload_optimizer == "cpu"
-    return PartitionReducer(
-        sizes.reduce_bucket, bucket_bytes(job, sizes), places(job, ids), job.zero.reduce_scatter, offloaded, deferred
-    )
 
 
 def build_program(job: Job, plan: Plan) -> Program:
@@ -278,13 +275,14 @@ def _step(
     backward, again, partition = laid["backward"], list[Event | Repeat](), list[Event]()
     if accumulates and job.zero_stage < 2:  # reduced once, when all are there: two micro-batches are shown
         backward = [*backward, *graph_ends]
-        again, graph_ends = _accumulate(parts)  # only the last micro-batch's graph meets the step
+        # only the last micro-batch's graph meets the step
+        again, graph_ends = accumulate(parts, late_reducer(job, sizes, decisions.ids), decisions.ids)
     reduced = again or backward
     if job.recipe.zero is not None and job.zero_stage == 0:
         reduced += unbucketed_reduction(job)
     elif job.zero_stage in (1, 2) and sizes is not None:
-        if job.zero_stage == 1:
-            reduced += _reduced_at_the_end(job, sizes, parts, decisions)
+        if job.zero_stage == 1 and not job.zero.overlap_comm:
+            reduced += reduced_at_the_end(job, sizes, decisions)
         added = accumulates and job.zero_stage == 2
         ends, partition = reduction_ends(job, [*backward, *again], kept=not added)
         reduced += ends
@@ -307,37 +305,6 @@ def _step(
         items += zero_grad(parts)
     phases.append(Phase("optimizer_step", step, tuple(items)))
     return phases
-
-
-def _reduced_at_the_end(job: Job, sizes: ZeroSizes, parts: list[Part], decisions: Decisions) -> Items:
-    """ZeRO-1's reduce_gradients, weight by weight (stage_1_and_2.py:788-808). With overlap_comm they go during
-    backward already (:1547-1556): this is more than it needs."""
-    ids = decisions.ids
-    reducer = _partition_reducer(job, sizes, ids, deferred=False)
-    reducer.buffers = 0  # they came with the first gradient
-    order = [weight for group in weight_groups(job) for weight in group if weight.has_gradient]
-    return [*reduced_after([(ids.module(one.module, one.layer), one.elements) for one in order], reducer, decisions)]
-
-
-def _accumulate(parts: list[Part]) -> tuple[Items, Items]:
-    """A later micro-batch below ZeRO-2, and what of it goes in the step: each weight's gradient appears beside the one
-    it is added to, and goes."""
-    added = [_added_in_place(part) for part in parts]
-    laid = lay(added, decide(added, [], None, ModuleIds(OUTSIDE)))
-    return laid["accumulate"], laid.get("optimizer_step", [])
-
-
-def _added_in_place(part: Part) -> Part:
-    records: list[Event | Mark] = []
-    for record in part.records:
-        if isinstance(record, Event) and record.tag.startswith("grad.") and record.size_bytes > 0:
-            records.append(record._replace(tag=f"more.{record.tag}"))
-        elif isinstance(record, Mark) and record.kind == "grad":
-            records.append(Event(f"more.grad.{record.module}", -record.size_bytes, "gradients"))
-        else:
-            records.append(record)
-    phase = part.phase if part.phase == "optimizer_step" else "accumulate"
-    return Part(phase, tuple(records), part.layers, part.reverse, part.engine, part.first)
 
 
 def _save(job: Job) -> Items:

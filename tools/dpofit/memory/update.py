@@ -8,7 +8,7 @@ from dpofit.memory.job import Job
 from dpofit.memory.optimizers import copies_of_all
 from dpofit.memory.own_optimizers import held_for, layerwise, owned, update_for
 from dpofit.memory.part import Part
-from dpofit.memory.partition import BUCKETS, CHECK, FLOAT64, PARTITION, partition_bytes
+from dpofit.memory.partition import CHECK, FLOAT64, partition_bytes
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Repeat
 from dpofit.memory.spec import BF16, FP32
@@ -53,24 +53,6 @@ def forwarded_twice(job: Job) -> bool:
     return job.zero_stage == 3 and (job.passes > 1 or job.adapters_switched_off)
 
 
-def bucket_bytes(job: Job, sizes: ZeroSizes) -> int:
-    """Reduce buckets, which ZeRO-1/2 allocate in each backward, two when they overlap, whole however little is trained
-    (stage_1_and_2.py:2230-2253)."""
-    return sizes.reduce_bucket * (2 if job.zero.overlap_comm else 1) * BF16
-
-
-def reduction_ends(job: Job, items: Items, kept: bool) -> tuple[Items, list[Event]]:
-    """Backward's epilogue of ZeRO-1/2: (zeros for weights that got no gradient come, buckets go, and unless `kept` the
-    partition's gradients too, which have been added to others; what stays for the step)."""
-    came = [item for item in items if isinstance(item, Event) and item.size_bytes > 0]
-    buckets = [event for event in came if event.tag.startswith(BUCKETS)]
-    partition = [event for event in came if event.tag.startswith(PARTITION)]
-    zeros = partition_bytes(job).zeros if job.zero.offload_optimizer == "none" else 0
-    late = [Event("zeros_in_partition", zeros, "gradients")] if zeros else []
-    partition += late
-    return [*late, *map(end, buckets), *([] if kept else map(end, partition))], partition
-
-
 def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) -> Items:
     """Temporaries of the step: fp32 gradients of a group, then what the optimizer itself needs."""
     items: Items = list(allocate(appearing))
@@ -97,14 +79,6 @@ def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) 
     items += [flat, wide, end(flat)]
     items += _optimizer_temporaries(job, [group._replace(times=1)], FP32)
     return [*items, end(wide)]
-
-
-def unbucketed_reduction(job: Job) -> Items:
-    """Stage 0 flattens up to 5e8 gradients, and the one that goes over, to reduce them together (engine.py
-    allreduce_no_retain)."""
-    return comes_and_goes(
-        "reduce_copy", min(job.trained_parameters, 500_000_000 + largest_tensor(job)) * BF16, "buckets"
-    )
 
 
 def _unfused_update(job: Job) -> Items:
