@@ -167,34 +167,38 @@ def lay(parts: Sequence[Part], decisions: Decisions) -> dict[str, list[Event | R
     for part, runs in zip(parts, decisions.runs, strict=True):
         items = phases.setdefault(part.phase, [])
         for run in runs:
-            if run.first is None:
-                items += _expand(part, None, run.decision, decisions)
-            elif run.times == 1:
-                items += _expand(part, run.first, run.decision, decisions)
-            else:
-                events = tuple(_expand(part, None, run.decision, decisions))
-                items.append(Repeat(events, run.times, run.first, part.reverse))
+            items += _expand(part, run, decisions)
     for effect in decisions.final:
         phases.setdefault("backward", []).extend(_events(effect, "policy", decisions))
     return phases
 
 
-def _expand(part: Part, layer: int | None, decision: Decision, decisions: Decisions) -> list[Event]:
-    """The part's events with each mark replaced; written out for `layer` when given."""
-    out: list[Event] = []
-    marks = iter(decision)
+def _expand(part: Part, run: Run, decisions: Decisions) -> list[Event | Repeat]:
+    """The part's events with each mark replaced, for the run's layers; what is of no layer stands between repeats."""
+    out: list[Event | Repeat] = []
+    stretch: list[Event] = []  # of the layer
+
+    def close() -> None:
+        if run.first is None:
+            out.extend(stretch)
+        elif stretch:
+            out.append(Repeat(tuple(stretch), run.times, run.first, part.reverse))
+        stretch.clear()
+
+    marks = iter(run.decision)
     for record in part.records:
         if isinstance(record, Event):
-            out.append(record if layer is None else _of_layer(record, layer))
+            stretch.append(record)
             continue
         for effect in next(marks):
             events = _events(effect, part.engine, decisions)
-            out += events if layer is None or effect.absolute else [_of_layer(event, layer) for event in events]
+            if effect.absolute and run.first is not None and run.times == 1:
+                close()
+                out += events
+            else:
+                stretch += events
+    close()
     return out
-
-
-def _of_layer(event: Event, layer: int) -> Event:
-    return Event(f"{event.tag}#{layer + event.shift}", event.size_bytes, event.category, event.space, event.stream)
 
 
 def reduced_after(gradients: Sequence[tuple[int, int]], reducer: Taker, decisions: Decisions) -> list[Event]:

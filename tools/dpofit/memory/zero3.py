@@ -87,9 +87,10 @@ def coordinate(
     config: CoordinatorConfig,
     leaves: Leaves = NO_LEAVES,
     found: frozenset[int] = frozenset(),
+    asked: int | None = None,
 ) -> list[tuple[Action, ...]]:
     """What each hook of a steady step does; a hook is (fetch before a forward or backward, else release; module).
-    `found`: modules gathered before the first.
+    `found`: modules gathered before the first; `asked`: of how many hooks, from the first on, if not of all.
 
     Parameters of one module are gathered and released together, so a module stands for its non-persistent ones; only
     those of a leaf module are prefetched apart.
@@ -111,30 +112,43 @@ def coordinate(
     live = step_id = 0
     nothing: tuple[Action, ...] = ()
     actions: list[tuple[Action, ...]] = []
-    for fetch, module in hooks:
+    # a step has tens of thousands of hooks: plain loops, since a comprehension costs more than one module's turn
+    for fetch, module in islice(hooks, asked):
         members = leaves.members.get(module, (module,))
         if not fetch:
-            gone = [m for m in members if m in available and last_fetched_for.get(m, -1) <= step_id]
-            if gone and module in leaves.members:
+            gone: list[int] = []
+            for member in members:
+                if member in available and last_fetched_for.get(member, -1) <= step_id:
+                    gone.append(member)
+            if not gone:
+                actions.append(nothing)
+                continue
+            if module in leaves.members:
                 kept = _leaf_reused(fetches, step_id, module, totals, leaves, reuse_distance)
             else:
-                kept = bool(gone) and _reused(uses[module], passed, step_id, reuse_distance)
-            if kept or not gone:
+                kept = _reused(uses[module], passed, step_id, reuse_distance)
+            if kept:
                 actions.append(nothing)
                 continue
             available.difference_update(gone)
-            live -= sum(sizes[member] for member in gone)
-            actions.append(tuple(Action(False, member, sizes[member]) for member in gone))
+            live -= sum([sizes[member] for member in gone])
+            actions.append(tuple([Action(False, member, sizes[member]) for member in gone]))
             continue
-        moving = [member for member in members if sizes.get(member, 0)]
-        missing = [member for member in moving if member not in available]
+        missing: list[int] = []
+        waiting: set[int] = set()
+        for member in members:
+            if member in totals:
+                if sizes[member] and member not in available:
+                    missing.append(member)
+                    live += sizes[member]
+                if last_fetched_for.get(member, -1) < step_id:
+                    waiting.add(member)
         available.update(missing)
-        live += sum(sizes[member] for member in missing)
-        done = _gathered(missing, sizes)
-        for member in moving:
-            if member in inflight:
-                done += inflight.pop(member).met(member, sizes)
-        waiting = {member for member in members if member in totals and last_fetched_for.get(member, -1) < step_id}
+        done = _gathered(missing, sizes) if missing else []
+        if inflight:
+            for member in members:
+                if member in inflight:
+                    done += inflight.pop(member).met(member, sizes)
         while queue and waiting:
             index, popped = queue.popleft()
             last_fetched_for[popped] = index
@@ -181,8 +195,8 @@ class _Flight:
 
 def _gathered(members: Sequence[int], sizes: Mapping[int, int]) -> list[Action]:
     """Members gathered in one call and waited for at once: several arrive in a flat buffer and are copied out."""
-    if len(members) < 2:
-        return [Action(True, member, sizes[member]) for member in members]
+    if len(members) == 1:
+        return [Action(True, members[0], sizes[members[0]])]
     arrive = [Action(True, member, sizes[member], copied=True) for member in members]
     flat = Action(True, members[0], sum(sizes[member] for member in members), flat=True)
     return [flat, *arrive, flat._replace(appears=False)]
@@ -191,8 +205,10 @@ def _gathered(members: Sequence[int], sizes: Mapping[int, int]) -> list[Action]:
 def left_gathered(actions: Sequence[tuple[Action, ...]]) -> frozenset[int]:
     """Modules that are gathered and not released."""
     left: set[int] = set()
-    for action in (action for done in actions for action in done if not action.flat):
-        (left.add if action.appears else left.discard)(action.module)
+    for done in actions:
+        for action in done:
+            if not action.flat:
+                (left.add if action.appears else left.discard)(action.module)
     return frozenset(left)
 
 
@@ -255,7 +271,7 @@ def retraced(
             mode = {"invalid": "record", "record": "complete"}.get(mode, mode)
             cut = _agreement(hooks, record) if mode == "complete" else 0
             rest = [(True, module) for module in record[sum(fetch for fetch, _ in hooks[:cut]) :]]
-            done = coordinate([*hooks[:cut], *rest], parameters, config, leaves, available)[:cut] if cut else []
+            done = coordinate([*hooks[:cut], *rest], parameters, config, leaves, available, cut) if cut else []
             if cut < len(hooks):
                 early = _came_early(hooks[:cut], done, sizes)
                 still = left_gathered([*((Action(True, m, sizes[m]),) for m in sorted(available)), *done, early])
@@ -266,6 +282,8 @@ def retraced(
                 record = [module for fetch, module in hooks if fetch]
             actions += done
             available = left_gathered([*((Action(True, m, sizes[m]),) for m in sorted(available)), *done])
+        if mode == "invalid":
+            break  # the next step begins as this one did
     return actions
 
 
@@ -314,7 +332,10 @@ def untraced(
     available = set(found)
     actions: list[tuple[Action, ...]] = []
     for fetch, module in hooks:
-        moving = [m for m in leaves.members.get(module, (module,)) if sizes.get(m, 0) and fetch != (m in available)]
+        moving: list[int] = []
+        for member in leaves.members.get(module, (module,)):
+            if sizes.get(member) and fetch != (member in available):
+                moving.append(member)
         if not moving:
             actions.append(())
         elif fetch:
