@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Ran
+from tests.cli.conftest import Ran
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 

@@ -98,8 +98,9 @@ class CachingAllocator:
 
     def free(self, storage: Hashable) -> None:
         """Give a block back to its pool. free_block."""
-        assert storage in self._live, f"{storage} is not alive"
-        pool, address, size = self._live.pop(storage)
+        block = self._live.pop(storage, None)
+        assert block is not None, f"{storage} is not alive"
+        pool, address, size = block
         self._allocated -= size
         self._insert_free(pool, address, size)
 
@@ -149,9 +150,10 @@ class CachingAllocator:
         if after is not None:
             del keys[bisect_left(keys, after << _ADDRESS_BITS | end)]
             end += after
-        free_at[address] = end - address
+        size = end - address
+        free_at[address] = size
         free_end[end] = address
-        insort(keys, end - address << _ADDRESS_BITS | address)
+        insort(keys, size << _ADDRESS_BITS | address)
 
     def _grow(self, pool: _Pool, size: int) -> tuple[int, int] | None:
         """Address and size of a new block, taken out of the pool; released memory is tried once. alloc_block."""

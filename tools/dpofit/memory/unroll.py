@@ -43,9 +43,18 @@ def _repeat(item: Repeat, namespace: str, whole: bool) -> list[Request]:
 
 
 def _whole(events: list[_Part], indices: range) -> list[Request]:
-    return [
-        (f"{tag}{index + shift}", size_bytes, stream) for index in indices for tag, shift, size_bytes, stream in events
-    ]
+    """A storage that comes and goes inside a layer has the same name in each of several."""
+    if len(indices) == 1:
+        return [(f"{tag}{indices[0] + shift}", size_bytes, stream) for tag, shift, size_bytes, stream in events]
+    outlives = _outliving(events)
+    layer: list[Request] = [(tag, size_bytes, stream) for tag, _, size_bytes, stream in events]
+    crossing = [(at, *event) for at, event in enumerate(events) if event[0] in outlives]
+    found: list[Request] = []
+    for index in indices:
+        for at, tag, shift, size_bytes, stream in crossing:
+            layer[at] = f"{tag}{index + shift}", size_bytes, stream
+        found += layer
+    return found
 
 
 def _middle(events: list[_Part], indices: range) -> list[Request]:
