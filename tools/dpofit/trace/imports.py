@@ -15,18 +15,28 @@ from unittest import mock
 
 import torch
 
+_PLOTS = ("matplotlib", "matplotlib.figure", "matplotlib.pyplot")  # llamafactory/extras/ploting.py
+_DETECTORS = ("scipy.optimize",)  # transformers/loss: an assignment in the losses of object detectors
+_JUDGES = ("huggingface_hub.inference._client",)  # trl/trainer/judges.py: a client of remote judges
+_COMPILERS = (  # deepspeed/compile
+    "deepspeed.compile.inductor", "functorch.compile", "torch._functorch.aot_autograd", "torch._functorch.partitioners",
+)  # fmt: skip
 
-def import_training_stack() -> None:
-    """LLaMA-Factory first: importing it mends what trl 0.24 misreads of transformers 5."""
-    with _later("matplotlib", "matplotlib.figure", "matplotlib.pyplot"):  # llamafactory/extras/ploting.py
+
+def import_training_stack(stage: str = "") -> None:
+    """LLaMA-Factory first: importing it mends what trl 0.24 misreads of transformers 5; then the trainer of `stage`."""
+    with _later(*_PLOTS, *_DETECTORS, *_JUDGES):
         import llamafactory.train.tuner  # noqa: F401
+
+        if stage:
+            importlib.import_module(f"llamafactory.train.{stage}.trainer")
 
     logging.getLogger("llamafactory").setLevel(logging.WARNING)
 
 
 def import_deepspeed() -> None:
     """DeepSpeed compiles a function of its Muon where it defines it, and its own compiler imports torch's."""
-    with mock.patch.object(torch, "compile", _compiled_later), _later("deepspeed.compile.inductor"):
+    with mock.patch.object(torch, "compile", _compiled_later), _later(*_COMPILERS):
         import deepspeed  # noqa: F401
 
 
@@ -47,7 +57,7 @@ class _Later(ModuleType):
 @contextmanager
 def _later(*names: str) -> Iterator[None]:
     """Inside, an import of these modules, where nobody has imported them, gives one that comes later."""
-    stood_in = {name: _Later(name) for name in names if names[0] not in sys.modules}
+    stood_in = {name: _Later(name) for name in names if name not in sys.modules}
     sys.modules.update(stood_in)
     try:
         yield

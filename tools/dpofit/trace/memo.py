@@ -76,6 +76,8 @@ class Memo:
         with torch._C._DisableTorchDispatch():
             if shares is None:
                 elem = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            elif args[shares].dtype == dtype:
+                elem = torch.as_strided(args[shares], shape, stride, offset)
             else:
                 elem = torch.empty(0, dtype=dtype, device="meta")
                 elem.set_(args[shares].untyped_storage(), offset, shape, stride)

@@ -23,6 +23,10 @@ from dpofit.trace.memo import Memo
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_TO_COPY = aten._to_copy.default
+_ELSEWHERE = {
+    aten.nonzero.default, aten.scatter_add.default, aten.bitwise_not.default, aten.index.Tensor, aten.add.Tensor,
+}  # fmt: skip
 _STAND_INS = str(Path(__file__).with_name("zero.py"))  # for functions of deepspeed, named as they are
 
 
@@ -176,6 +180,18 @@ def _deepspeed_function() -> str:
 Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """What is to be known of an operation each time it runs."""
+
+    name: str
+    answer: Callable[..., Any] | None  # instead of running it
+    shares: bool  # its outputs are its arguments or views of them: nothing is born
+    elsewhere: bool  # StorageMode itself knows what some arguments give
+    flops: Callable[..., int] | None
+    workspace: Workspace | None
+
+
 class StorageMode(TorchDispatchMode):
     """Sees every operation below autograd, and answers what only real values could (`kernels.py` has the reasons)."""
 
@@ -189,11 +205,11 @@ class StorageMode(TorchDispatchMode):
     ):
         super().__init__()
         self.memo, self.recorder, self.workspace, self.reuse = memo, recorder, workspace, reuse
-        self._names: dict[int, str] = {}  # of operations by id: they hash slowly, and live as long as the process
-        self._answers: dict[int, Callable[..., Any]] = {
-            id(aten._local_scalar_dense.default): scalar,  # .item(): a read on the host, no GPU memory
+        self._operations: dict[int, _Operation] = {}  # by id: they hash slowly, and live as long as the process
+        self._answers: dict[Any, Callable[..., Any]] = {
+            aten._local_scalar_dense.default: scalar,  # .item(): a read on the host, no GPU memory
             # likewise; Liger scales its gradients in place when the answer is no
-            id(aten.equal.default): lambda *tensors: False,
+            aten.equal.default: lambda *tensors: False,
         }
 
     @classmethod
@@ -205,46 +221,58 @@ class StorageMode(TorchDispatchMode):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         recorder = self.recorder
-        name = self._names.get(id(func))
-        if name is None:
-            name = self._names[id(func)] = func.name().removeprefix("aten::")
-        if name.startswith("prim::"):  # a question about the tensor, not work
-            return func(*args, **kwargs)
-        answer = self._answers.get(id(func))
-        if answer is not None:
-            return answer(*args)
+        operation = self._operations.get(id(func)) or self._learn(func)
+        if operation.answer is not None:
+            return operation.answer(*args, **kwargs)
         recorder.ops += 1
-        recorder.last_op = name
-        if func is aten.nonzero.default:  # the most there can be: every position counts
-            out = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
-        elif func is aten.scatter_add.default:
-            # gather's backward is in place for plain tensors, out of place for tensor subclasses
-            # (torch 2.13 FunctionsManual.cpp gather_backward, areAnyTensorSubclassLike)
-            return aten.scatter_add_.default(*args, **kwargs)
-        elif func is aten.index.Tensor and (rows := _tagged_rows(args[1])) is not None:
-            out = func(args[0], [args[0].new_empty(rows, dtype=torch.int64)])
-        else:
-            reused = self.reuse(func, args)
-            if reused is not None:
-                return reused
+        recorder.last_op = operation.name
+        out = self._elsewhere(func, args, kwargs) if operation.elsewhere else NotImplemented
+        if out is NotImplemented:
             out = self.memo.call(func, args, kwargs)
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            recorder.flops[recorder.phase, recorder.step] += count(*args, **kwargs, out_val=out)
-        if func is aten.bitwise_not.default:
-            out.is_rest = True
+        if operation.flops is not None:
+            recorder.flops[recorder.phase, recorder.step] += operation.flops(*args, **kwargs, out_val=out)
+        if operation.shares and type(args[0]) is FakeTensor:
+            return out
         # ATen TensorConversions.cpp: a non-blocking copy to the CPU lands in pinned memory
-        pinned = func is aten._to_copy.default and bool(kwargs.get("non_blocking"))
+        pinned = func is _TO_COPY and bool(kwargs.get("non_blocking"))
         if type(out) is FakeTensor:
-            recorder.see(out, name, pinned)
+            recorder.see(out, operation.name, pinned)
         elif out is not None:
             for tensor in tree_iter(out):
                 if isinstance(tensor, torch.Tensor):
-                    recorder.see(tensor, name, pinned)
-        size = self.workspace.get(func)
-        if size is not None:  # beside the output, which is allocated first
-            recorder.transient(size(args, kwargs), name)
+                    recorder.see(tensor, operation.name, pinned)
+        if operation.workspace is not None:  # beside the output, which is allocated first
+            recorder.transient(operation.workspace(args, kwargs), operation.name)
         return out
+
+    def _learn(self, func: Any) -> _Operation:
+        name = func.name().removeprefix("aten::")
+        answer = func if name.startswith("prim::") else self._answers.get(func)  # a question about the tensor, not work
+        shares = bool(func._schema.returns) and all(value.alias_info is not None for value in func._schema.returns)
+        operation = _Operation(
+            name, answer, shares and not name.startswith(("set_", "resize", "lift")), func in _ELSEWHERE,
+            flop_registry.get(func._overloadpacket), self.workspace.get(func),
+        )  # fmt: skip
+        self._operations[id(func)] = operation
+        return operation
+
+    def _elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What some operations give for some arguments; NotImplemented where torch is to say."""
+        if func is aten.nonzero.default:  # the most there can be: every position counts
+            return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+        if func is aten.scatter_add.default:
+            # gather's backward is in place for plain tensors, out of place for tensor subclasses
+            # (torch 2.13 FunctionsManual.cpp gather_backward, areAnyTensorSubclassLike)
+            return aten.scatter_add_.default(*args, **kwargs)
+        if func is aten.bitwise_not.default:
+            out = self.memo.call(func, args, kwargs)
+            out.is_rest = True
+            return out
+        if func is aten.index.Tensor:
+            rows = _tagged_rows(args[1])
+            return NotImplemented if rows is None else func(args[0], [args[0].new_empty(rows, dtype=torch.int64)])
+        reused = self.reuse(func, args)
+        return NotImplemented if reused is None else reused
 
 
 def _tagged_rows(indices: Any) -> int | None:
