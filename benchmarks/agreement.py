@@ -27,7 +27,7 @@ from dpofit.memory.meter import Peak, phase_peaks
 from dpofit.memory.partition import fullest_ranks
 from dpofit.memory.predict import predict
 from dpofit.models.known import find_model
-from dpofit.recipe.recipe import Recipe, ZeroConfig
+from dpofit.recipe.recipe import Badam, Recipe, ZeroConfig
 
 COMPARED = ("forward", "reference_forward", "loss", "backward", "accumulate", "optimizer_step")
 TRACED_LAYERS = 4
@@ -169,6 +169,15 @@ def knobs(model: str, finetuning: str) -> Iterator[Point]:
     for attention in ("sdpa", "fa2", "disabled"):
         yield Point(model, finetuning=finetuning, stage="sft", attention=attention, recipe=(("neat_packing", True),))
     if finetuning == "full":
+        for stage, switch_mode, start_block in (
+            ("dpo", "ascending", None), ("sft", "descending", None), ("sft", "fixed", 2), ("rm", "random", None),
+        ):  # fmt: skip
+            badam = (("badam", Badam("layer", switch_mode, start_block)),)
+            yield Point(model, stage=stage, recipe=badam)
+            yield Point(model, stage=stage, pure_bf16=True, checkpointing="none", liger=True, recipe=badam)
+        for optim, more in (("adamw_torch", ()), ("adamw_torch_fused", (("gradient_accumulation", 2),))):
+            badam = (("badam", Badam("layer", "ascending")), *more)
+            yield Point(model, stage="sft", checkpointing="unsloth", optim=optim, recipe=badam)
         for layers, modules, extra in (
             (2, ("all",), ()), (-1, ("all",), ()), (2, ("mlp",), ("norm",)), (1, ("all",), ("embed_tokens",)),
         ):  # fmt: skip

@@ -42,7 +42,7 @@ def test_every_command_shown_is_a_command():
         ("ppo", ["stage=ppo", "reward_model=x"]),
         ("HQQ", ["quantization_bit=4", "quantization_method=hqq"]),
         ("EETQ", ["quantization_bit=8", "quantization_method=eetq"]),
-        ("BAdam", ["use_badam=true", "finetuning_type=full"]),
+        ("BAdam with DeepSpeed", ["use_badam=true", "finetuning_type=full", "deepspeed=ds_z3_config.json"]),
         ("unsloth's model code", ["use_unsloth=true"]),
     ],
 )
@@ -66,11 +66,12 @@ def test_each_key_that_a_page_gives_reasons_for_is_still_refused(key: str) -> No
     from dpofit.plan import JobFlags, plan_job
 
     name, _, value = key.partition("=")
-    overrides = [f"{name}={value or 'true'}", *(["quantization_bit=8"] if value else [])]
-    tuning = "full" if name == "use_badam" else "lora"
+    beside = {"quantization_method": "quantization_bit=8", "badam_mode": "use_badam=true"}
+    overrides = [f"{name}={value or 'true'}", *([beside[name]] if value else [])]
+    tuning = "full" if name == "badam_mode" else "lora"
     with pytest.raises(BadInput) as refused:
         predict(plan_job("qwen2.5-7b-dpo/lora-1gpu", [*overrides, f"finetuning_type={tuning}"], JobFlags()).job)
-    named = "quantization_bit" if value else name
+    named = "quantization_bit" if name == "quantization_method" else name
     assert [problem.key for problem in refused.value.problems] == [named]
 
 

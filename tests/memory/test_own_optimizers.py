@@ -9,7 +9,7 @@ from dpofit.errors import BadInput
 from dpofit.memory.own_optimizers import update_for
 from dpofit.memory.predict import predict
 from dpofit.memory.tensors import Tensor
-from dpofit.recipe.recipe import LowRank
+from dpofit.recipe.recipe import Badam, LowRank
 from tests.memory.jobs import job, peaks, tiny, zero
 
 COUNTED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "optimizer_states.json").read_text())
@@ -80,3 +80,43 @@ def test_muons_last_update_is_still_held_while_adam_updates_the_tables():
     step = peaks(job(model, gpus=1, zero=None, prompt=64, response=64, use_muon=True))["optimizer_step"]
     adam, last = 2 * 50_000 * 64 * 4, 256 * 64 * 2  # a table's square root and quotient; down_proj's update in bf16
     assert step.breakdown["optimizer_workspace"] == adam + last
+
+
+BADAM = Badam("layer", "ascending")
+LAYER = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 256 + 2 * 64  # of tiny(): q, k, v with biases, o, MLP
+
+
+def test_badam_keeps_bf16_weights_and_for_one_layer_a_master_and_two_moments():
+    found = peaks(_alone(badam=BADAM, stage="sft"))
+    assert found["load"].breakdown["weights"] == 2 * tiny().parameters
+    step = found["optimizer_step"].breakdown
+    assert step["optimizer"] == (4 + 4 + 4) * LAYER
+    assert step["gradients"] == 4 * LAYER  # the layer's, in fp32: the bf16 ones have gone
+
+
+def test_of_all_turns_badam_shows_the_one_that_needs_most():
+    """With layer 0 in training, layers 1 to 3 have no checkpoints."""
+    fields = {"prompt": 512, "response": 512, "stage": "sft"}
+    turns = [peaks(_alone(badam=Badam("layer", "fixed", layer), **fields))["backward"].size_bytes for layer in range(4)]
+    assert turns == sorted(turns, reverse=True) and turns[0] > turns[3]
+    for mode in ("ascending", "descending", "random"):
+        assert peaks(_alone(badam=Badam("layer", mode), **fields))["backward"].size_bytes == turns[0]
+
+
+@pytest.mark.parametrize(
+    ("badam", "recipe", "named"),
+    [
+        (Badam("ratio", "ascending"), {}, "BAdam by ratio"),
+        (BADAM, {"gpus": 2}, "BAdam on 2 GPUs without ZeRO-3, which LLaMA-Factory refuses"),
+        (BADAM, {"zero": zero(2)}, "BAdam with DeepSpeed below stage 3, which LLaMA-Factory refuses"),
+        (BADAM, {"optim": "sgd"}, "sgd under use_badam"),
+        (BADAM, {"finetuning": "freeze"}, "BAdam with freeze"),
+        (Badam("layer", "fixed"), {}, "fixed without badam_start_block"),
+        (Badam("layer", "random", 1), {}, "random with badam_start_block"),
+        (Badam("layer", "ascending", 4), {}, "no layer is number 4"),
+        (Badam("layer", "ascending", None, -1), {}, "a switch at every step, which -1 is to badam"),
+    ],
+)
+def test_what_of_badam_fails_or_is_not_modelled_is_refused(badam, recipe, named):
+    with pytest.raises(BadInput, match=named):
+        predict(_alone(badam=badam, **recipe))

@@ -87,7 +87,7 @@ REFUSED = {
     "deepspeed": {"zero": zero(3, offload_param="nvme")},
     "use_muon": {"use_muon": True, "zero": zero(2)},
     "use_adam_mini": {"use_adam_mini": True, "zero": zero(2)},
-    "use_badam": {"badam": Badam("layer", 0.05)},
+    "use_badam": {"badam": Badam("layer", "ascending"), "zero": zero(3)},
     "use_galore": {"low_rank": LowRank("galore", 16, ("all",), "std", False, False), "zero": zero(2)},
 }
 

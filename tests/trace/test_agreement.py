@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dpofit.recipe.recipe import Badam
+
 pytestmark = pytest.mark.stack
 
 _FILE = Path(__file__).parents[2] / "benchmarks" / "agreement.py"
@@ -121,6 +123,11 @@ POINTS = {
     },
     "DoRA, ZeRO-3": {"finetuning": "lora", "stage": "sft", "zero": "z3", "recipe": (("use_dora", True),)},
     "Muon": {"stage": "sft", "recipe": (("use_muon", True),)},
+    "BAdam: bf16 weights under autocast, layers above without checkpoints": {
+        "stage": "sft",
+        "optim": "adamw_torch",
+        "recipe": (("badam", Badam("layer", "ascending")),),
+    },
     "neat packing, two rows": {
         "stage": "sft",
         "liger": True,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
+from dpofit.memory.badam import layer_in_turn
 from dpofit.models.shape import ModelShape
 from dpofit.recipe.recipe import Recipe
 
@@ -25,12 +26,13 @@ class Selection:
     freeze_modules: tuple[str, ...]
     freeze_extra: tuple[str, ...]
     additional_target: tuple[str, ...]
+    only_layer: int | None  # BAdam's turn
 
     @staticmethod
     def of(recipe: Recipe) -> Selection:
         return Selection(
             recipe.finetuning, recipe.freeze_layers, recipe.freeze_modules, recipe.freeze_extra,
-            recipe.additional_target,
+            recipe.additional_target, layer_in_turn(recipe.badam),
         )  # fmt: skip
 
 
@@ -102,6 +104,9 @@ def trained_modules(selection: Selection, model: ModelShape) -> Trained:
     inside, outside = inside_modules(model), outside_modules(model)
     if selection.finetuning == "lora":  # copies of their own (modules_to_save), a tied head's too
         outside = (*dict.fromkeys((*outside, "lm_head")),)
+    if selection.only_layer is not None:
+        turn = (frozenset(inside) if layer == selection.only_layer else frozenset() for layer in range(model.layers))
+        return Trained(frozenset(), tuple(turn))
     if selection.finetuning == "full":
         return Trained(frozenset(outside), (frozenset(inside),) * model.layers)
     if selection.finetuning == "freeze":

@@ -39,7 +39,7 @@ def disk_use(job: Job) -> DiskUse:
     if recipe.save_only_model:
         optimizer = 0
     elif recipe.zero is None:
-        optimizer = _moments(job, trained_tensors(job), job.trained_bytes)
+        optimizer = _moments(job, trained_tensors(job), job.updated_bytes)
     else:
         moments = _moments(job, [Tensor("flat", (trained,), 1)], FP32)
         if recipe.zero.offload_optimizer == "cpu":

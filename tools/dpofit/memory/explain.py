@@ -62,7 +62,7 @@ def _gpu_sum(job: Job, name: str, size_bytes: int, phase: str) -> str:
         return f"{model.layers} layers x {layer_bytes:,} B in {bits} bits, the rest in bf16, and adapters"
     if name == "weights":
         own = job.own_trained_parameters
-        width = FP32 if job.full and job.autocast else BF16
+        width = job.trained_bytes if job.full else BF16
         others = f", {own:,} of them {job.trained_bytes} B" if own and job.autocast and not job.full else ""
         adapters = f" + {job.adapter_parameters:,} of adapters" if job.adapters else ""
         return f"{parameters}{adapters} x {width} B{others}{shard}"
@@ -70,7 +70,7 @@ def _gpu_sum(job: Job, name: str, size_bytes: int, phase: str) -> str:
         return f"{parameters} x {BF16} B{shard}: the frozen copy DPO compares with"
     if name == "optimizer":
         share = f"{job.trained_parameters:,} trained" + (f" / {n} ranks" if job.zero_stage else "")
-        master = 0 if job.recipe.zero is None else FP32
+        master = 0 if job.recipe.zero is None and job.recipe.badam is None else FP32
         kept = size_bytes / max(job.trained_parameters / (n if job.zero_stage else 1), 1) - master
         return f"{share} x ({master} B master + {kept:.3g} B moments)"
     if name == "checkpoints":

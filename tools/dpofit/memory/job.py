@@ -172,10 +172,14 @@ class Job:
     def trained_bytes(self) -> int:
         """Bytes of a trainable weight as the forward finds it: DeepSpeed makes all bf16; without it LLaMA-Factory
         upcasts (0.9.5 model/adapter.py:316-346) unless pure_bf16, and PEFT upcasts adapters even then (0.18.1
-        get_peft_model autocast_adapter_dtype)."""
-        if self.recipe.zero is not None or (not self.adapters and self.recipe.pure_bf16):
-            return BF16
-        return FP32
+        get_peft_model autocast_adapter_dtype), or BAdam trains."""
+        narrow = self.recipe.pure_bf16 or self.recipe.badam is not None
+        return BF16 if self.recipe.zero is not None or (not self.adapters and narrow) else FP32
+
+    @property
+    def updated_bytes(self) -> int:
+        """The same as the optimizer finds it, without DeepSpeed: BAdam has fp32 copies of what is trained."""
+        return FP32 if self.recipe.badam is not None else self.trained_bytes
 
     @property
     def quantization(self) -> Quantization | None:
@@ -312,6 +316,7 @@ class Job:
             liger=self.liger,
             trained=self.trained.outside if trained else frozenset(),
             autocast=self.autocast,
+            wide_training=self.autocast and self.trained_bytes == FP32,
             lora=lora,
             linears_save_inputs=self.zero_stage == 3,
             quantization=self.quantization if trained else self.reference_quantization,

@@ -45,7 +45,7 @@ class Limit:
 
 def longest_prompt(job: Job) -> Limit:
     """Search prompts in steps of 8 with the job's answers kept; the mix of shorter batches scales with the prompt."""
-    check_scope(job.recipe, job.model)
+    check_scope(job.recipe, job.model, job.world_size)
     plan = plan_steps(job)
     answer = max(job.lengths.chosen, job.lengths.rejected)
     positions = SEARCHED_TOKENS if job.recipe.rope_scaling else job.model.max_positions

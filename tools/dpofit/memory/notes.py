@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpofit.memory.badam import layer_in_turn
 from dpofit.memory.job import Job
 from dpofit.memory.predict import EXPANDABLE_MIX, SEGMENTS_MIX, Prediction
 from dpofit.recipe.long_context import written
@@ -39,6 +40,12 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
         note("mix-assumed", f"Other batches assumed at {shares} of the longest row (--lengths FILE gives real ones).")
     if recipe.low_rank is not None and not recipe.low_rank.random:
         note("svd-workspace", "The singular vectors are counted; what cuSOLVER needs to find them is not known.")
+    turn = layer_in_turn(recipe.badam)
+    if turn is not None:
+        text = f"BAdam: layer {turn}'s turn is shown, which needs most: backward passes all above it."
+        if recipe.gradient_checkpointing:
+            text += " LLaMA-Factory checkpoints only the layer in training."
+        note("badam-turn", text)
     if gpu.reserved.out_of_memory and prediction.gpu_verdict != "oom":
         note("fragmentation", "Replayed over mixed lengths the allocator runs out: fragmentation decides.")
     elif gpu.reserved.retries_per_step:

@@ -229,7 +229,7 @@ class Ops:
     ) -> None:
         """A weight's gradient appears: bf16, then fp32 when the weight is fp32 (`computed_wide`: at once). The mark's
         reader frees it."""
-        wide = self.spec.autocast if adapter_bytes is None else adapter_bytes == FP32
+        wide = self.spec.wide_training if adapter_bytes is None else adapter_bytes == FP32
         gradient = narrow = self.tape.new(
             "new_grad", elements * (FP32 if wide and computed_wide else BF16), "gradients"
         )

@@ -28,7 +28,7 @@ def layerwise(recipe: Recipe) -> bool:
     return recipe.low_rank is not None and recipe.low_rank.layerwise
 
 
-def own_optimizer_problems(recipe: Recipe, model: ModelShape) -> Iterator[tuple[str, str, str]]:
+def own_optimizer_problems(recipe: Recipe, model: ModelShape, world_size: int) -> Iterator[tuple[str, str, str]]:
     """(key, what can't run or isn't modelled, the way out). The failures are those of the real code, run."""
     if recipe.low_rank is not None:
         kind = recipe.low_rank.kind
@@ -39,6 +39,9 @@ def own_optimizer_problems(recipe: Recipe, model: ModelShape) -> Iterator[tuple[
         if recipe.low_rank.layerwise and recipe.gradient_accumulation > 1:
             wrong = "accumulation with updates layer by layer, which LLaMA-Factory refuses,"
             yield "gradient_accumulation_steps", wrong, f"Set it to 1, or {kind}_layerwise: false"
+        if recipe.low_rank.layerwise and world_size > 1 and recipe.zero is None:
+            wrong = f"updates layer by layer on {world_size} GPUs, which LLaMA-Factory refuses,"
+            yield f"{kind}_layerwise", wrong, "Set it to false, or use one GPU"
         if kind == "apollo" and recipe.low_rank.projection != "std":
             wrong = f"{recipe.low_rank.projection}, with which apollo_torch scales by a vector of the wrong side,"
             yield "apollo_proj_type", wrong, "Set std"

@@ -120,7 +120,7 @@ def predict(job: Job, mix: tuple[Lengths, ...] | None = None, plan: Plan | None 
 
     Raises BadInput for what is not modelled.
     """
-    check_scope(job.recipe, job.model)
+    check_scope(job.recipe, job.model, job.world_size)
     mix = default_mix(job) if mix is None else mix
     plan = plan or plan_steps(job)
     program = build_program(job, plan)
@@ -153,8 +153,15 @@ def shorter_steps(job: Job, plan: Plan, mix: tuple[Lengths, ...]) -> list[Progra
 
 def wanted(job: Job, program: Program, mix: list[Program], capacity_bytes: int | None = None) -> Reserved:
     """What the allocator would reserve, by default with nothing bounding it."""
-    empties = job.recipe.torch_empty_cache_steps == 1
-    return reserved(program, mix, expandable=expandable_segments(job), capacity_bytes=capacity_bytes, empties=empties)
+    emptied = set[str]()
+    if job.recipe.torch_empty_cache_steps == 1:  # between loss and backward: transformers trainer.py:1910
+        emptied.add("backward")
+    if job.recipe.badam is not None:  # after every step: badam 1.4 block_optim.py:223
+        emptied.add("forward")
+    return reserved(
+        program, mix, expandable=expandable_segments(job), capacity_bytes=capacity_bytes,
+        emptied_before=frozenset(emptied),
+    )  # fmt: skip
 
 
 def high_bytes(job: Job, unbounded: Reserved) -> int:

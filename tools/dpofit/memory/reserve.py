@@ -22,16 +22,17 @@ class Reserved:
 
 
 def reserved(
-    program: Program, mix: Sequence[Program], *, expandable: bool, capacity_bytes: int | None, empties: bool = False
-) -> Reserved:
+    program: Program, mix: Sequence[Program], *, expandable: bool, capacity_bytes: int | None,
+    emptied_before: frozenset[str] = frozenset(),
+) -> Reserved:  # fmt: skip
     """Replay a run whose longest rows are `program`'s. They come last: segments that shorter batches left behind are
     too small for them, which is what fragments a run (longest first, everything later fits what is there).
 
     `mix`: the shorter batches as they come. The first is a whole program, since what lives across steps belongs to its
-    load, init and first step; the others are steady steps. Empty: `program` whole, alone. `empties`: the cache is
-    emptied between loss and backward of every step (torch_empty_cache_steps: 1, transformers trainer.py:1910).
+    load, init and first step; the others are steady steps. Empty: `program` whole, alone. `emptied_before`: phases of
+    each step at whose beginning the cache is emptied.
     """
-    events = _events(program, mix, whole=not expandable, empties=empties)
+    events = _events(program, mix, whole=not expandable, emptied_before=emptied_before)
     run = replay(events, expandable=expandable, capacity_bytes=capacity_bytes)
     phases: dict[str, int] = {}
     for phase in run.phases:
@@ -42,14 +43,16 @@ def reserved(
     return Reserved(run.peak_reserved_bytes, phases, run.retries / steps, run.out_of_memory is not None)
 
 
-def _events(program: Program, mix: Sequence[Program], whole: bool, empties: bool) -> Iterator[AllocatorEvent]:
+def _events(
+    program: Program, mix: Sequence[Program], whole: bool, emptied_before: frozenset[str]
+) -> Iterator[AllocatorEvent]:
     """`whole`: every layer of the steps that make most segments, the first one and that of the longest rows. Where
     segments don't grow, a layer's output is cut from blocks that its neighbours' temporaries left."""
     opening, later = (mix[0], mix[1:]) if mix else (program, ())
     for phase in opening.phases:
         if mix and phase.name in ("eval", "save"):
             continue  # once, at the end, with the longest rows
-        if empties and phase.name == "backward":
+        if phase.name in emptied_before:
             yield "", 0, EMPTY_CACHE
         yield phase.name, 0, ""
         yield from requests(phase, whole=whole and phase.step <= 1)
@@ -58,7 +61,7 @@ def _events(program: Program, mix: Sequence[Program], whole: bool, empties: bool
     longest = Program(tuple(phase for phase in program.phases if phase.step == 2))
     for number, step in enumerate([*later, longest]):
         for phase in step.phases:
-            if empties and phase.name == "backward":
+            if phase.name in emptied_before:
                 yield "", 0, EMPTY_CACHE
             yield phase.name, 0, ""
             yield from requests(phase, f"{number}.", whole=whole and step is longest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dpofit.errors import BadInput, Problem
+from dpofit.memory.badam import badam_problems
 from dpofit.memory.bands import names_to_freeze_by
 from dpofit.memory.optimizers import OPTIMIZERS
 from dpofit.memory.own_optimizers import own_optimizer_problems
@@ -17,10 +18,14 @@ STAGES = ("dpo", "kto", "rm", "sft")
 FINETUNING = ("full", "freeze", "lora")
 BESIDE_ADAPTERS = frozenset({"embed_tokens", "lm_head", "norm"})  # additional_target
 LARGEST = 100_000  # batch or rank; more is a slip of the keyboard
+_LOADED = {  # docs/not-modelled.md
+    "hqq": "hqq, which transformers 5.5.4 can't load,",
+    "eetq": "eetq, whose layers peft 0.18.1 doesn't take,",
+}
 
 
-def check_scope(recipe: Recipe, model: ModelShape) -> None:
-    """Raise BadInput naming every part of the recipe that is not modelled."""
+def check_scope(recipe: Recipe, model: ModelShape, world_size: int = 1) -> None:
+    """Raise BadInput naming every part of the recipe that is not modelled on so many GPUs."""
     where = str(recipe.source)
     gaps = _gaps(recipe, model)
     problems = [Problem(where, key, f"{wrong} is not modelled yet", right) for key, wrong, right in gaps]
@@ -29,7 +34,8 @@ def check_scope(recipe: Recipe, model: ModelShape) -> None:
         names = ", ".join(dict.fromkeys(linear.name for linear in model.linears))
         wrong = f"{', '.join(unknown)}: no linear layer of {model.name} is called that"
         problems.append(Problem(where, "lora_target", wrong, f"It has: all, {names}"))
-    problems += [Problem(where, *problem) for problem in own_optimizer_problems(recipe, model)]
+    problems += [Problem(where, *problem) for problem in own_optimizer_problems(recipe, model, world_size)]
+    problems += [Problem(where, *problem) for problem in badam_problems(recipe, model, world_size)]
     if recipe.finetuning == "freeze":
         problems += [Problem(where, *problem) for problem in _freeze_problems(recipe, model)]
     problems += [Problem(where, *problem) for problem in _piece_problems(recipe, model)]
@@ -70,14 +76,14 @@ def _gaps(recipe: Recipe, model: ModelShape) -> list[tuple[str, str, str]]:
         "finetuning_type": (
             recipe.finetuning not in FINETUNING, recipe.finetuning, f"Modelled: {', '.join(FINETUNING)}"),
         "optim": (recipe.optim not in OPTIMIZERS, recipe.optim, f"Modelled: {', '.join(OPTIMIZERS)}"),
-        "use_badam": (recipe.badam is not None, "BAdam", "Leave it out"),
         "shift_attn": (  # of others LLaMA-Factory says that it does nothing: model_utils/longlora.py:358
             recipe.shift_attn and model.model_type == "llama",
             "shift_attn of a Llama, which LLaMA-Factory 0.9.5 refuses from transformers 4.48 on,", "Leave it out"),
         "quantization_bit": (
             recipe.quantization_bit is not None and (
                 recipe.quantization_method != "bnb" or recipe.quantization_bit not in (4, 8)),
-            f"{recipe.quantization_bit} bits by {recipe.quantization_method}", "Modelled: 4 and 8 bits by bnb"),
+            f"{recipe.quantization_bit} bits by {_LOADED.get(recipe.quantization_method, recipe.quantization_method)}",
+            "Modelled: 4 and 8 bits by bnb"),
         "disable_gradient_checkpointing": (
             recipe.quantization_bit == 8 and not recipe.gradient_checkpointing,
             "an 8-bit base without gradient checkpointing", "Leave gradient checkpointing on"),

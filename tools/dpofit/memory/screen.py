@@ -29,7 +29,7 @@ class Screen:
 
 def screen(job: Job, mix: tuple[Lengths, ...]) -> Screen:
     """Screen one job whose other batches are `mix`. Raises BadInput for what is not modelled."""
-    check_scope(job.recipe, job.model)
+    check_scope(job.recipe, job.model, job.world_size)
     plan = plan_steps(job)
     program = build_program(job, plan)
     allocated = highest(phase_peaks(program, GPU)).size_bytes

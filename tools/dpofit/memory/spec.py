@@ -65,7 +65,8 @@ class LayerSpec:
     attention: Attention
     liger: bool
     trained: frozenset[str]  # modules whose own weights are trained
-    autocast: bool  # no DeepSpeed, not pure_bf16: fp32 trainable weights under torch.autocast
+    autocast: bool  # no DeepSpeed, not pure_bf16: torch.autocast
+    wide_training: bool  # under it, trained weights are fp32
     lora: Lora | None = None
     linears_save_inputs: bool = False  # ZeRO-3: deepspeed runtime/zero/linear.py saves them, frozen weight or not
     wide_norms: bool = False  # upcast_layernorm
@@ -87,7 +88,9 @@ class LayerSpec:
 
     def wide(self, module: str) -> bool:
         """Is the module's weight fp32? Then its norm's output is too, and autocast copies its linear's to bf16."""
-        return self.autocast and (module in self.trained or (self.wide_norms and module.endswith("norm")))
+        return (self.wide_training and module in self.trained) or (
+            self.autocast and self.wide_norms and module.endswith("norm")
+        )
 
     def in_band(self, band: Band) -> LayerSpec:
         """The same inside these layers."""

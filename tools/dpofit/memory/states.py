@@ -124,7 +124,10 @@ def optimizer_states(job: Job, sizes: ZeroSizes | None) -> list[State]:
     zero, world = job.recipe.zero, job.world_size
     trained = job.trained_parameters
     if zero is None:
-        states = moments(job, trained_tensors(job), job.trained_bytes)
+        states = moments(job, trained_tensors(job), job.updated_bytes)
+        if job.recipe.badam is not None:
+            blocks = sum(tensor.times for tensor in trained_tensors(job))
+            states.append(State("master", trained * job.updated_bytes, "optimizer", blocks=blocks))
         if world > 1:  # DDP's buckets (torch/csrc/distributed/c10d/reducer.cpp; gradient_as_bucket_view is off)
             states.append(State("ddp_buckets", trained * job.trained_bytes, "gradients"))
         return states

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dpofit.memory.badam import widened
 from dpofit.memory.bucket import Reducer
 from dpofit.memory.engine import OUTSIDE, Engine
 from dpofit.memory.frozen_parts import KL, reference
@@ -298,11 +299,14 @@ def _step(
     items: Items = []
     if job.zero_stage == 3 and sizes is not None:  # step() partitions all parameters first, stage3.py:2187
         items += [end(event) for event in decisions.kept]
+    gradients = zero_grad(parts) if job.zero_stage == 0 and not layerwise(job.recipe) else []
+    if job.recipe.badam is not None:
+        copies, gradients = widened(gradients)
+        items += copies
     items += optimizer_update(job, sizes, appearing)
     items += graph_ends
     items += map(end, partition)
-    if job.zero_stage == 0 and not layerwise(job.recipe):
-        items += zero_grad(parts)
+    items += gradients
     phases.append(Phase("optimizer_step", step, tuple(items)))
     return phases
 

@@ -60,7 +60,9 @@ def optimizer_update(job: Job, sizes: ZeroSizes | None, appearing: list[State]) 
     if layerwise(job.recipe):
         return items
     if zero is None:
-        return items + _optimizer_temporaries(job, trained_tensors(job), job.trained_bytes)
+        items += _optimizer_temporaries(job, trained_tensors(job), job.updated_bytes)
+        narrowed = largest_tensor(job) * BF16 if job.recipe.badam is not None else 0  # _update_param
+        return items + comes_and_goes("narrowed", narrowed, "optimizer_workspace")
     if zero.offload_optimizer == "cpu":
         return items
     assert sizes is not None

@@ -76,7 +76,7 @@ def build_recipe(
         optim=s["optim"],
         weight_decay=float(s.number("weight_decay")),
         low_rank=_low_rank(s),
-        badam=Badam(s["badam_mode"], float(s.number("badam_update_ratio"))) if s.on("use_badam") else None,
+        badam=_badam(s),
         use_adam_mini=s.on("use_adam_mini"),
         use_muon=s.on("use_muon"),
         shift_attn=s.on("shift_attn"),
@@ -89,6 +89,11 @@ def build_recipe(
         saves=s["save_strategy"] != "no",
         unmodelled=(*unmodelled_keys(s), *unmodelled_deepspeed),
     )
+
+
+def _badam(s: Settings) -> Badam | None:
+    keys = ("badam_mode", "badam_switch_mode", "badam_start_block", "badam_switch_interval")
+    return Badam(*(s[key] for key in keys)) if s.on("use_badam") else None
 
 
 def _low_rank(s: Settings) -> LowRank | None:

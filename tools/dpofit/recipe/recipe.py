@@ -55,7 +55,9 @@ class Badam:
     """use_badam: a block of layers at a time (layer), or a share of each matrix (ratio)."""
 
     mode: str  # layer, ratio
-    update_ratio: float
+    switch_mode: str  # ascending, descending, random, fixed: which block comes next
+    start_block: int | None = None
+    switch_interval: int | None = 50  # steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def _on_all_cores(work: Callable[[PlannedJob], Row], planned: Sequence[PlannedJo
     if len(planned) < 3 or workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
         return [work(plan) for plan in planned]
     for plan in planned:
-        check_scope(plan.job.recipe, plan.job.model)  # bad input is found here, in one process
+        check_scope(plan.job.recipe, plan.job.model, plan.job.world_size)  # bad input is found here, in one process
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         # A family ends with its adapter recipes, whose searches are the longest: begun first, no core waits for them.
         return list(pool.map(work, reversed(planned)))[::-1]

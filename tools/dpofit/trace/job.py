@@ -154,7 +154,6 @@ def _unsupported(job: Job) -> list[Problem]:
         (recipe.flash_attn not in _ATTENTION, "flash_attn", recipe.flash_attn, ", ".join(_ATTENTION)),
         (recipe.fp16, "fp16", True, "bf16 or pure_bf16"),
         (recipe.use_unsloth, "use_unsloth", True, "false"),
-        (recipe.badam is not None, "use_badam", True, "false"),
         (missing is not None, "optim", f"an optimizer of {missing}, which isn't installed,", f"pip install {missing}"),
         (recipe.lora_dropout != 0 and recipe.stage == "sft", "lora_dropout", recipe.lora_dropout, "0"),
     ]

@@ -8,6 +8,7 @@ from io import StringIO
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dpofit.memory.badam import layer_in_turn
 from dpofit.recipe.recipe import Recipe
 from dpofit.trace.request import TraceRequest
 
@@ -29,6 +30,9 @@ def own_optimizer(recipe: Recipe) -> tuple[tuple[str, Any], ...]:
         if kind == "apollo":
             found["apollo_proj"] = "random" if low_rank.random else "svd"
         return tuple(found.items())
+    if recipe.badam is not None:
+        turn = layer_in_turn(recipe.badam)
+        return (("use_badam", True), ("badam_switch_mode", "ascending"), ("badam_start_block", turn))
     for key, asked in (("use_muon", recipe.use_muon), ("use_adam_mini", recipe.use_adam_mini)):
         if asked:
             return ((key, True),)
@@ -37,13 +41,17 @@ def own_optimizer(recipe: Recipe) -> tuple[tuple[str, Any], ...]:
 
 def missing_package(recipe: Recipe) -> str | None:
     """The package of the recipe's optimizer, where it isn't installed."""
-    wanted = "adam_mini" if recipe.use_adam_mini else f"{recipe.low_rank.kind}_torch" if recipe.low_rank else None
-    return wanted if wanted is not None and find_spec(wanted) is None else None
+    asked = {"adam_mini": recipe.use_adam_mini, "badam": recipe.badam is not None}
+    wanted = [name for name, on in asked.items() if on]
+    if recipe.low_rank is not None:
+        wanted.append(f"{recipe.low_rank.kind}_torch")
+    return next((name for name in wanted if find_spec(name) is None), None)
 
 
 def make_optimizer(request: TraceRequest, model: torch.nn.Module, finetuning_args: Any) -> torch.optim.Optimizer:
     """LLaMA-Factory's own optimizer where the request asks for one, else Trainer.create_optimizer: two groups, with and
     without weight decay."""
+    import torch
     from llamafactory.train.trainer_utils import create_custom_optimizer
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
@@ -56,6 +64,9 @@ def make_optimizer(request: TraceRequest, model: torch.nn.Module, finetuning_arg
         with redirect_stdout(StringIO()):  # Adam-mini prints each of its blocks
             own = create_custom_optimizer(model, arguments, finetuning_args)  # type: ignore[arg-type]
         assert own is not None
+        if isinstance(wrapped := getattr(own, "base_optimizer", None), torch.optim.Optimizer):  # BAdam's
+            for group in wrapped.param_groups:
+                group |= _foreach(request.optimizer)
         return own
     decay = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
