@@ -31,6 +31,7 @@ from dpofit.recipe.recipe import Badam, Recipe, ZeroConfig
 
 COMPARED = ("forward", "reference_forward", "loss", "backward", "accumulate", "optimizer_step")
 TRACED_LAYERS = 4
+UNSLOTH = (("use_unsloth", True), ("environment", {"UNSLOTH_BLOCK_COMPILE": "0"}))
 
 ZERO = {
     "none": None,
@@ -162,6 +163,10 @@ def knobs(model: str, finetuning: str) -> Iterator[Point]:
         if finetuning == "lora":
             yield Point(model, finetuning=finetuning, zero=zero, recipe=(("ref_model", "another"),))
             yield Point(model, finetuning=finetuning, zero=zero, recipe=(("use_dora", True),))
+    if finetuning == "lora" and "Qwen3" not in model:  # whose layers unsloth has code of its own for
+        for pref_loss, more in (("sigmoid", ()), ("orpo", ()), ("sigmoid", (("gradient_accumulation", 2),))):
+            yield Point(model, finetuning=finetuning, pref_loss=pref_loss, recipe=(*UNSLOTH, *more))
+        yield Point(model, finetuning=finetuning, pairs=2, tokens=1032, recipe=UNSLOTH)
     for bits in (4, 8):
         quantized = (("ref_model", "another"), ("ref_model_quantization_bit", bits))
         yield Point(model, finetuning=finetuning, recipe=quantized)

@@ -3,7 +3,7 @@
 `python benchmarks/unsloth_functions.py [--write]` needs unsloth and unsloth_zoo (requirements-unsloth.txt), no GPU: the
 package's own variable for its tests lets it be imported, kernels launch nothing. Every storage that comes and goes in
 a forward and a backward is recorded. --write keeps the originals' in benchmarks/results/unsloth-functions.json, against
-which tests/trace/test_unsloth.py holds the representation where the package is not installed.
+which tests/trace/test_agreement.py holds the representation where the package is not installed.
 """
 
 from __future__ import annotations

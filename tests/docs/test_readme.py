@@ -43,7 +43,7 @@ def test_every_command_shown_is_a_command():
         ("HQQ", ["quantization_bit=4", "quantization_method=hqq"]),
         ("EETQ", ["quantization_bit=8", "quantization_method=eetq"]),
         ("BAdam with DeepSpeed", ["use_badam=true", "finetuning_type=full", "deepspeed=ds_z3_config.json"]),
-        ("unsloth's model code", ["use_unsloth=true"]),
+        ("unsloth's compiled layers", ["use_unsloth=true"]),
     ],
 )
 def test_what_is_said_to_be_refused_is(named: str, overrides: list[str]) -> None:

@@ -25,6 +25,7 @@ SURPRISES = {
     "config.gradient-checkpointing-kwargs": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "config.unsloth-gc-off": {"use_unsloth_gc": True, "disable_gradient_checkpointing": True},
     "config.unsloth-is-not-unsloth-gc": {"use_unsloth": True},
+    "config.unsloth-cutoff": {**LORA, "use_unsloth": True, "cutoff_len": 9220},
     "config.liger-no-fused-loss": {"enable_liger_kernel": True},
     "config.liger-twice": {"use_liger_kernel": True},
     "config.eval-batch-default": {"eval_strategy": "steps", "val_size": 0.1},

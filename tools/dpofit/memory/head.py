@@ -36,7 +36,8 @@ def embed(spec: LayerSpec, tape: Tape, category: str) -> Value:
     """Token embeddings `[rows, tokens, hidden]`, the first residual and the first layer's checkpoint."""
     size_bytes = spec.hidden * spec.residual_bytes // BF16
     tape.mark("pre", "embed_tokens")
-    unscaled = tape.new("embeddings", size_bytes, "activations") if spec.model.family.gemma else None
+    # Gemma's by their scale, unsloth's by the padding mask (2026.10.9 models/llama.py:1416-1429)
+    unscaled = tape.new("embeddings", size_bytes, "activations") if spec.model.family.gemma or spec.unsloth else None
     value = Value(tape.new("hidden", size_bytes, category), True)
     tape.drop(unscaled)
     tape.mark("post", "embed_tokens")

@@ -293,6 +293,8 @@ class Job:
         kind = self.flash_attn
         if self.shared:
             return "flash"  # two calls without a mask, whatever is padded
+        if self.recipe.use_unsloth:
+            return "flash"  # in training it drops the mask of rows padded on the right: memory/unsloth.py
         if kind == "disabled":
             return "eager"
         if self.recipe.neat_packing:  # FlashAttention takes their ends from the position ids
@@ -325,4 +327,5 @@ class Job:
             tiled=self.on("tiled_mlp"),
             padded=self.lengths.padded,
             packed=self.recipe.neat_packing,
+            unsloth=self.recipe.use_unsloth and trained,
         )

@@ -9,6 +9,7 @@ from dpofit.memory.ops import Ops
 from dpofit.memory.spec import LayerSpec
 from dpofit.memory.tape import Storage, Tape, Value
 from dpofit.memory.tiled import tiled_mlp
+from dpofit.memory.unsloth import FusedOps
 
 
 def decoder_layer(spec: LayerSpec, tape: Tape, x: Value, mask: Storage | None) -> Value:
@@ -46,16 +47,21 @@ def _self_attention(spec: LayerSpec, tape: Tape, normed: Value, mask: Storage | 
     keeps under a name."""
     ops, attention, model = Ops(spec, tape), AttentionOps(spec, tape), spec.model
     tape.mark("pre", "self_attn")
-    if model.model_type == "qwen":  # Qwen 1: one fused projection, and two modules called c_proj
+    if spec.unsloth:
+        q, k, v = FusedOps(spec, tape).qkv(normed)
+    elif model.model_type == "qwen":  # Qwen 1: one fused projection, and two modules called c_proj
         q, k, v = _split_fused(tape, ops.linear(normed, model.linears[0]))
     elif model.family.fused_qkv:
         q, k, v = _slices(tape, ops.linear(normed, model.linears[0]))
     else:
         q, k, v = _projections(ops, normed)
-    q, k = attention.rope(q, k)
+    q, k = FusedOps(spec, tape).rope(q, k) if spec.unsloth else attention.rope(q, k)
     states = [tape.hold(value.storage) for value in (q, k, v)]  # names of self_attn's forward, until it returns
     attended = attention.attention(q, k, v, mask)
-    output = ops.linear(attended, model.linears[1 if model.family.fused_qkv else 3])
+    if spec.unsloth:
+        output = FusedOps(spec, tape).out(attended)
+    else:
+        output = ops.linear(attended, model.linears[1 if model.family.fused_qkv else 3])
     tape.drop(attended.storage, *states)
     return ops.boundary(output, "self_attn"), attention.returned_weights
 
@@ -82,6 +88,8 @@ def _mlp(spec: LayerSpec, tape: Tape, normed: Value) -> Value:
     """The MLP between the marks of its module."""
     ops, model = Ops(spec, tape), spec.model
     tape.mark("pre", "mlp")
+    if spec.unsloth:
+        return ops.boundary(FusedOps(spec, tape).mlp(normed), "mlp")
     if model.family.fused_gate_up:
         gate_up, down = model.linears[-2:]
         return ops.boundary(ops.fused_gated_mlp(normed, gate_up, down), "mlp")

@@ -1,4 +1,4 @@
-"""RMSNorm on the tape: Llama's, Gemma's, and Liger's kernel.
+"""RMSNorm on the tape: Llama's, Gemma's, and the kernel of Liger and unsloth.
 
 Sources: transformers 5.5.4 models/qwen2/modeling_qwen2.py, models/gemma2/modeling_gemma2.py; liger-kernel 0.8.5
 ops/rms_norm.py. Sizes are bytes.
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def rms_norm(ops: Ops, x: Value, name: str, width: int, count: int) -> Value:
     """RMSNorm over `count` rows of `width` elements; x is bf16, or the fp32 residual stream."""
-    if ops.spec.liger:
-        return _liger(ops, x, name, width, count)
+    if ops.spec.liger or ops.spec.unsloth:
+        return _fused(ops, x, name, width, count)
     return _gemma(ops, x, name, width, count) if ops.spec.model.family.gemma else _llama(ops, x, name, width, count)
 
 
@@ -129,8 +129,9 @@ def _normalized_backward(ops: Ops, x: Value, name: str, elements: int, grad32: S
         tape.give(x, result)
 
 
-def _liger(ops: Ops, x: Value, name: str, width: int, count: int) -> Value:
-    """Saves X and fp32 rstd; the backward writes dX over dY where the family's norm says in_place."""
+def _fused(ops: Ops, x: Value, name: str, width: int, count: int) -> Value:
+    """Liger's kernel and unsloth's: each saves X and fp32 rstd; the backward writes dX over dY, Liger's where the
+    family's norm says in_place (unsloth 2026.10.9 kernels/rms_layernorm.py:950-1016, reuse_grad)."""
     tape = ops.tape
     trained = name in ops.spec.trained
     tape.mark("pre", name)
@@ -138,7 +139,7 @@ def _liger(ops: Ops, x: Value, name: str, width: int, count: int) -> Value:
     rstd = tape.new(f"{name}.rstd", count * FP32, "activations")
 
     def backward(grad: Storage) -> None:
-        in_place = ops.spec.model.family.liger_norms_in_place
+        in_place = ops.spec.unsloth or ops.spec.model.family.liger_norms_in_place
         x_grad = tape.hold(grad) if in_place else tape.new(f"{name}.grad_in", grad.size_bytes, "activation_grads")
         if trained:
             ops.weight_gradient(name, width)

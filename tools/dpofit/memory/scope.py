@@ -9,6 +9,7 @@ from dpofit.memory.badam import badam_problems
 from dpofit.memory.bands import names_to_freeze_by
 from dpofit.memory.optimizers import OPTIMIZERS
 from dpofit.memory.own_optimizers import own_optimizer_problems
+from dpofit.memory.unsloth import unsloth_problems
 from dpofit.models.shape import ModelShape
 from dpofit.recipe.long_context import written
 from dpofit.recipe.recipe import Recipe
@@ -17,17 +18,17 @@ from dpofit.train.longdpo.families import FAMILIES
 STAGES = ("dpo", "kto", "rm", "sft")
 FINETUNING = ("full", "freeze", "lora")
 BESIDE_ADAPTERS = frozenset({"embed_tokens", "lm_head", "norm"})  # additional_target
-LARGEST = 100_000  # batch or rank; more is a slip of the keyboard
 _LOADED = {  # docs/not-modelled.md
     "hqq": "hqq, which transformers 5.5.4 can't load,",
     "eetq": "eetq, whose layers peft 0.18.1 doesn't take,",
 }
+LARGEST = 100_000  # batch or rank; more is a slip of the keyboard
 
 
 def check_scope(recipe: Recipe, model: ModelShape, world_size: int = 1) -> None:
     """Raise BadInput naming every part of the recipe that is not modelled on so many GPUs."""
     where = str(recipe.source)
-    gaps = _gaps(recipe, model)
+    gaps = [*_gaps(recipe, model), *unsloth_problems(recipe, model, world_size)]
     problems = [Problem(where, key, f"{wrong} is not modelled yet", right) for key, wrong, right in gaps]
     unknown = [t for t in recipe.lora_target if t != "all" and t not in {linear.name for linear in model.linears}]
     if recipe.finetuning == "lora" and unknown:
@@ -110,7 +111,6 @@ def _gaps(recipe: Recipe, model: ModelShape) -> list[tuple[str, str, str]]:
             recipe.ref_model_quantization_bit is not None and (
                 sharded or recipe.ref_model_quantization_bit not in (4, 8) or recipe.quantization_method != "bnb"),
             "a reference quantized so", "Modelled: 4 and 8 bits by bnb, not under ZeRO-3"),
-        "use_unsloth": (recipe.use_unsloth, "unsloth's own model code", "use_unsloth_gc is modelled"),
         "upcast_layernorm": (
             recipe.upcast_layernorm and zero is None and (recipe.pure_bf16 or model.qk_norm),
             "fp32 norms in bf16 layers" if recipe.pure_bf16 else f"fp32 norms on the heads of {model.name}",

@@ -76,6 +76,7 @@ class LayerSpec:
     tiled: bool = False  # tiled_mlp
     padded: bool = True  # some row is shorter than the longest
     packed: bool = False  # neat_packing: the rows are several samples that don't see each other
+    unsloth: bool = False  # use_unsloth: its layers
 
     @property
     def tokens(self) -> int:

@@ -62,7 +62,7 @@ class FusedOps:
 
     def qkv(self, normed: Value) -> tuple[Value, Value, Value]:
         """LoRA_QKV, which keeps its input and writes that input's gradient over it. Qwen 2's projections have biases,
-        for which it isn't used: those are peft's (llama.py:5338-5369)."""
+        for which it isn't used: those are peft's (llama.py:5379-5402)."""
         spec, tape = self.spec, self.tape
         linears = spec.model.linears[:3]
         if any(linear.bias for linear in linears):

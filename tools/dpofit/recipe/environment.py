@@ -14,7 +14,9 @@ from dpofit.recipe.issue import Issue
 from dpofit.recipe.long_context import RUN_FILE, RUN_KEY, VARIABLE
 from dpofit.recipe.yaml_file import read_document
 
-ALLOWED = re.compile(r"(?:NCCL|PYTORCH|TORCH|CUDA|DS|DPOFIT)_[A-Z0-9_]+|OMP_NUM_THREADS|OPTIM_TORCH")
+ALLOWED = re.compile(
+    r"(?:NCCL|PYTORCH|TORCH|CUDA|DS|DPOFIT)_[A-Z0-9_]+|OMP_NUM_THREADS|OPTIM_TORCH|UNSLOTH_BLOCK_COMPILE"
+)
 
 
 def run_environment(recipe: Path, process: Mapping[str, str]) -> tuple[dict[str, str], list[Issue]]:

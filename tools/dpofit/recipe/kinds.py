@@ -58,7 +58,7 @@ KINDS: dict[str, Kind] = {
     "config.no-model": _refused("LLaMA-Factory stops without `model_name_or_path`."),
     "config.environment": _refused(
         "A run folder's dpofit.yaml may set only NCCL_*, PYTORCH_*, TORCH_*, OMP_NUM_THREADS, CUDA_*, DS_*, "
-        "DPOFIT_* and OPTIM_TORCH, each to one value."
+        "DPOFIT_*, OPTIM_TORCH and UNSLOTH_BLOCK_COMPILE, each to one value."
     ),
     "config.long-context-piece": _refused(
         "A long-context piece that is named in `--long-context`, DPOFIT_LONG_CONTEXT or dpofit.yaml and that dpofit "
@@ -170,6 +170,11 @@ KINDS: dict[str, Kind] = {
     "config.unsloth-is-not-unsloth-gc": _info(
         "`use_unsloth` needs the unsloth package and replaces the model's code; `use_unsloth_gc` is LLaMA-"
         "Factory's own checkpoint offload to host memory and needs no package."
+    ),
+    "config.unsloth-cutoff": _warning(
+        "LLaMA-Factory pads preference rows to a multiple of 8; unsloth 2026.10.9 cuts the ids back to `cutoff_len` "
+        "(models/llama.py) but not the labels, and the run ends: Logits (batchsize x seqlen) and labels must have the "
+        "same shape."
     ),
     "config.liger-no-fused-loss": _info(
         "Outside pt and sft LLaMA-Factory turns Liger's fused linear cross-entropy off: RMSNorm, SwiGLU and "

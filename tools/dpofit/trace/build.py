@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-from dpofit.trace import kernels, long_context, older, quantized, stubs
+from dpofit.trace import kernels, long_context, older, quantized, stubs, unsloth
 from dpofit.trace.device import GPU
 from dpofit.trace.imports import import_training_stack
 from dpofit.trace.request import TraceRequest
@@ -63,6 +63,8 @@ def cuda_semantics(request: TraceRequest) -> Iterator[list[str]]:
             done.append("flash-attn 2: torch's flash kernel, which is the same code")
         if request.transformers < (5, 0):
             done += older.patches(request.transformers, stack)
+        if request.unsloth:
+            done.append(unsloth.SUBSTITUTION)
         properties = SimpleNamespace(multi_processor_count=request.multiprocessors, major=9, minor=0)
         patch(torch.cuda, "get_device_properties", lambda *_: properties)
         patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -178,6 +180,8 @@ def build_model(request: TraceRequest, fake: FakeTensorMode | None, trainable: b
             model = AutoModelForCausalLMWithValueHead.from_pretrained(model)
         patch_valuehead_model(model)
     long_context.tile(model, request)
+    if request.unsloth and trainable:
+        unsloth.install(model)
     if request.precision == "deepspeed":
         model.to(torch.bfloat16)  # deepspeed 0.18.4 engine.py _configure_distributed_model: module.bfloat16()
     model.train(trainable)

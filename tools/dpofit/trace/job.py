@@ -14,6 +14,7 @@ from dpofit.memory.partition import fullest_ranks
 from dpofit.memory.pinned import pinned_block_bytes
 from dpofit.memory.program import Event, Phase, Program, Space
 from dpofit.memory.scope import STAGES
+from dpofit.memory.unsloth import unsloth_problems
 from dpofit.models.family import FAMILIES
 from dpofit.recipe.long_context import PIECES
 from dpofit.recipe.recipe import Recipe, ZeroConfig
@@ -103,6 +104,7 @@ def request_of(job: Job) -> TraceRequest:
         precision="deepspeed" if recipe.zero else "autocast" if job.autocast else "pure_bf16",
         checkpointing=_checkpointing(recipe),
         liger=recipe.liger,
+        unsloth=recipe.use_unsloth,
         attention=_ATTENTION[job.flash_attn],
         padding=job.lengths.padded and not recipe.neat_packing,
         packed=recipe.neat_packing,
@@ -153,7 +155,7 @@ def _unsupported(job: Job) -> list[Problem]:
         (recipe.optim not in TRACED, "optim", recipe.optim, ", ".join(TRACED)),
         (recipe.flash_attn not in _ATTENTION, "flash_attn", recipe.flash_attn, ", ".join(_ATTENTION)),
         (recipe.fp16, "fp16", True, "bf16 or pure_bf16"),
-        (recipe.use_unsloth, "use_unsloth", True, "false"),
+        (any(unsloth_problems(recipe, job.model, job.world_size)), "use_unsloth", True, "false"),
         (missing is not None, "optim", f"an optimizer of {missing}, which isn't installed,", f"pip install {missing}"),
         (recipe.lora_dropout != 0 and recipe.stage == "sft", "lora_dropout", recipe.lora_dropout, "0"),
     ]

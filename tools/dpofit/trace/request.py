@@ -50,6 +50,7 @@ class TraceRequest:
     precision: Precision = "deepspeed"
     checkpointing: Checkpointing = "reentrant"
     liger: bool = False
+    unsloth: bool = False  # use_unsloth
     attention: Attention = "sdpa"
     padding: bool = True
     packed: bool = False  # neat_packing

@@ -71,7 +71,7 @@ def _adapter_gradients(
 
 
 class LoraW(torch.autograd.Function):
-    """kernels/fast_lora.py:927-1025, LoRA_W."""
+    """kernels/fast_lora.py:1019-1112, LoRA_W."""
 
     @staticmethod
     @_forward
@@ -97,7 +97,7 @@ class LoraW(torch.autograd.Function):
 
 
 class LoraQKV(torch.autograd.Function):
-    """kernels/fast_lora.py:708-890, LoRA_QKV: the input's gradient is written over the input."""
+    """kernels/fast_lora.py:747-971, LoRA_QKV: the input's gradient is written over the input."""
 
     @staticmethod
     @_forward
@@ -129,7 +129,7 @@ class LoraQKV(torch.autograd.Function):
 
 
 class LoraMLP(torch.autograd.Function):
-    """kernels/fast_lora.py:312-605, LoRA_MLP with swiglu.py's kernels, which write over what they are given."""
+    """kernels/fast_lora.py:346-601, LoRA_MLP with swiglu.py's kernels, which write over what they are given."""
 
     @staticmethod
     @_forward
@@ -185,7 +185,7 @@ def _norms(layer: Any) -> tuple[Any, Any]:
 
 
 def _model_forward(self: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> Any:
-    """models/llama.py:1401-1690: in training a batch without labels has its padding's embeddings zeroed, and no mask
+    """models/llama.py:1398-1704: in training a batch without labels has its padding's embeddings zeroed, and no mask
     where it stands on the right. Rotary tables as transformers makes them; unsloth keeps its own."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -213,7 +213,7 @@ def _layer_forward(self: Any, hidden_states: torch.Tensor, position_embeddings: 
 
 
 def _attention_forward(self: Any, hidden_states: torch.Tensor, tables: Any) -> torch.Tensor:
-    """models/llama.py:1063-1160, attention_dispatch.py:1517-1650."""
+    """models/llama.py:1063-1160, utils/attention_dispatch.py:1574-1650."""
     batch, tokens, _ = hidden_states.shape
     projections = self.q_proj, self.k_proj, self.v_proj
     if any(one.base_layer.bias is not None for one in projections):
