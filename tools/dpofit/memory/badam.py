@@ -34,26 +34,26 @@ def badam_problems(recipe: Recipe, model: ModelShape, world_size: int) -> Iterat
     if badam.mode != "layer":
         yield "badam_mode", "BAdam by ratio is not modelled yet", "Modelled: layer"
     if recipe.zero is not None:
-        why = "is not modelled yet" if recipe.zero.stage == 3 else "below stage 3, which LLaMA-Factory refuses,"
+        why = "is not modelled yet" if recipe.zero.stage == 3 else "below stage 3, which LLaMA-Factory refuses"
         yield "use_badam", f"BAdam with DeepSpeed {why}", "Modelled: one GPU, without DeepSpeed"
     elif world_size > 1:
-        yield "use_badam", f"BAdam on {world_size} GPUs without ZeRO-3, which LLaMA-Factory refuses,", "Use one GPU"
+        yield "use_badam", f"BAdam on {world_size} GPUs without ZeRO-3, which LLaMA-Factory refuses", "Use one GPU"
     if recipe.finetuning != "full":
         yield "finetuning_type", f"BAdam with {recipe.finetuning} is not modelled yet", "Set finetuning_type: full"
     if recipe.optim not in STEPPED:
         yield "optim", f"{recipe.optim} under use_badam is not modelled yet", f"Modelled: {', '.join(STEPPED)}"
     if model.model_type == "qwen":  # infer_param_groups looks for "layers."; IndexError: list index out of range
-        yield "use_badam", f"BAdam on {model.name}, whose layers it doesn't find,", "Leave it out"
+        yield "use_badam", f"BAdam on {model.name}, whose layers it doesn't find", "Leave it out"
     last = model.layers - 1
     if badam.start_block is not None and not 0 <= badam.start_block <= last:
         yield "badam_start_block", f"no layer is number {badam.start_block}", f"Give one from 0 to {last}"
     if abs(badam.switch_interval or 0) < 2:  # any number is divisible by -1 (block_optim.py:225)
-        wrong = f"a switch at every step, which {badam.switch_interval} is to badam,"
+        wrong = f"a switch at every step, which {badam.switch_interval} is to badam"
         yield "badam_switch_interval", wrong, "For one block: badam_switch_mode: fixed"
     if badam.switch_mode == "fixed" and badam.start_block is None:  # AttributeError: current_block_idx
-        yield "badam_switch_mode", "fixed without badam_start_block, with which badam fails,", "Give badam_start_block"
+        yield "badam_switch_mode", "fixed without badam_start_block, with which badam fails", "Give badam_start_block"
     if badam.switch_mode == "random" and badam.start_block is not None:  # AttributeError: block_order
-        yield "badam_start_block", "random with badam_start_block, with which badam fails,", "Leave it out"
+        yield "badam_start_block", "random with badam_start_block, with which badam fails", "Leave it out"
 
 
 def widened(gradients: list[Event | Repeat]) -> tuple[list[Event | Repeat], list[Event | Repeat]]:

@@ -42,7 +42,9 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
         note("svd-workspace", "The singular vectors are counted; what cuSOLVER needs to find them is not known.")
     turn = layer_in_turn(recipe.badam)
     if turn is not None:
-        text = f"BAdam: layer {turn}'s turn is shown, which needs most: backward passes all above it."
+        only = recipe.badam is not None and recipe.badam.switch_mode == "fixed"
+        text = f"layer {turn} alone is trained" if only else f"layer {turn}'s turn is shown, which needs most"
+        text = f"BAdam: {text}: backward passes all layers above it."
         if recipe.gradient_checkpointing:
             text += " LLaMA-Factory checkpoints only the layer in training."
         note("badam-turn", text)

@@ -33,33 +33,33 @@ def own_optimizer_problems(recipe: Recipe, model: ModelShape, world_size: int) -
     if recipe.low_rank is not None:
         kind = recipe.low_rank.kind
         if recipe.zero is not None:
-            yield f"use_{kind}", f"{kind} with DeepSpeed, which LLaMA-Factory refuses,", "Leave one of the two out"
+            yield f"use_{kind}", f"{kind} with DeepSpeed, which LLaMA-Factory refuses", "Leave one of the two out"
         if recipe.optim != "adamw_torch":
             yield "optim", f"{recipe.optim} under use_{kind}", "Set optim: adamw_torch (APOLLO takes no other)"
         if recipe.low_rank.layerwise and recipe.gradient_accumulation > 1:
-            wrong = "accumulation with updates layer by layer, which LLaMA-Factory refuses,"
+            wrong = "accumulation with updates layer by layer, which LLaMA-Factory refuses"
             yield "gradient_accumulation_steps", wrong, f"Set it to 1, or {kind}_layerwise: false"
         if recipe.low_rank.layerwise and world_size > 1 and recipe.zero is None:
-            wrong = f"updates layer by layer on {world_size} GPUs, which LLaMA-Factory refuses,"
+            wrong = f"updates layer by layer on {world_size} GPUs, which LLaMA-Factory refuses"
             yield f"{kind}_layerwise", wrong, "Set it to false, or use one GPU"
         if kind == "apollo" and recipe.low_rank.projection != "std":
-            wrong = f"{recipe.low_rank.projection}, with which apollo_torch scales by a vector of the wrong side,"
+            wrong = f"{recipe.low_rank.projection}, with which apollo_torch scales by a vector of the wrong side"
             yield "apollo_proj_type", wrong, "Set std"
     if recipe.use_muon and recipe.zero is not None:  # KeyError: 'use_muon', muon.py:159
-        wrong = "Muon under DeepSpeed, whose flat weights it fails on at its first step,"
+        wrong = "Muon under DeepSpeed, whose flat weights it fails on at its first step"
         yield "use_muon", wrong, "Leave deepspeed out"
     if not recipe.use_adam_mini:
         return
     if recipe.zero is not None:  # IndexError: too many indices for tensor of dimension 1, adam_mini.py:303
-        wrong = "Adam-mini under DeepSpeed, whose flat weights it fails on at its first step,"
+        wrong = "Adam-mini under DeepSpeed, whose flat weights it fails on at its first step"
         yield "use_adam_mini", wrong, "Leave deepspeed out"
     head = model.hidden_size * model.hidden_size // model.heads  # elements it takes for a head's
     split = [linear.name for linear in model.linears
              if linear.name in ("q_proj", "k_proj") and linear.in_features * linear.out_features % head]  # fmt: skip
     if recipe.finetuning == "lora":
-        yield "use_adam_mini", "Adam-mini on adapters, which it can't cut into heads,", "Set finetuning_type: full"
+        yield "use_adam_mini", "Adam-mini on adapters, which it can't cut into heads", "Set finetuning_type: full"
     elif split:
-        wrong = f"Adam-mini on {model.name}, whose {' and '.join(split)} it can't cut into heads,"
+        wrong = f"Adam-mini on {model.name}, whose {' and '.join(split)} it can't cut into heads"
         yield "use_adam_mini", wrong, "Leave it out"
 
 
