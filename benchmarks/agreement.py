@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -279,12 +279,12 @@ def main() -> None:
 
 
 def _key(fields: dict[str, Any]) -> str:
-    return json.dumps(fields, sort_keys=True)
+    return json.dumps(fields, sort_keys=True, default=asdict)
 
 
 def _document(rows: list[dict[str, Any]]) -> str:
     """A row a line, so that a changed point is a changed line."""
-    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+    return "[\n" + ",\n".join(json.dumps(row, default=asdict) for row in rows) + "\n]\n"
 
 
 if __name__ == "__main__":
