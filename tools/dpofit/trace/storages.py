@@ -180,6 +180,14 @@ def _deepspeed_function() -> str:
 Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]
 
 
+def _flops(func: Any) -> Any:
+    """What counts an operation's FLOPs. torch 2.13.0's take an `out_dtype` (addmm.dtype_out) for another shape."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is None or not func._overloadname.startswith("dtype"):
+        return count
+    return lambda *args, **kwargs: count(*(one for one in args if not isinstance(one, torch.dtype)), **kwargs)
+
+
 @dataclass(frozen=True, slots=True)
 class _Operation:
     """What is to be known of an operation each time it runs."""
@@ -251,7 +259,7 @@ class StorageMode(TorchDispatchMode):
         shares = bool(func._schema.returns) and all(value.alias_info is not None for value in func._schema.returns)
         operation = _Operation(
             name, answer, shares and not name.startswith(("set_", "resize", "lift")), func in _ELSEWHERE,
-            flop_registry.get(func._overloadpacket), self.workspace.get(func),
+            _flops(func), self.workspace.get(func),
         )  # fmt: skip
         self._operations[id(func)] = operation
         return operation
