@@ -21,6 +21,10 @@ POINTS = {
     "adapters on 8 bits": {"finetuning": "lora", "stage": "sft", "recipe": (("quantization_bit", 8),)},
     "adapters on 4 bits": {"finetuning": "lora", "pure_bf16": True, "recipe": (("quantization_bit", 4),)},
     "adapters, unsloth gc": {"finetuning": "lora", "checkpointing": "unsloth"},
+    "adapters, unsloth": {
+        "finetuning": "lora",
+        "recipe": (("use_unsloth", True), ("environment", {"UNSLOTH_BLOCK_COMPILE": "0"})),
+    },
     "DeepSpeed without ZeRO": {"zero": "z0"},
     "Phi-3, ZeRO-3": {"model": "microsoft/Phi-3-mini-4k-instruct", "zero": "z3", "stage": "sft"},
     "Phi-3": {"model": "microsoft/Phi-3-mini-4k-instruct", "pure_bf16": True, "stage": "sft"},
@@ -155,12 +159,16 @@ POINTS = {
 
 @pytest.fixture(scope="module")
 def agreement():
+    return _benchmark("agreement")
+
+
+def _benchmark(name):
     import sys
 
     sys.path.insert(0, str(_FILE.parent))  # it imports its report
-    spec = importlib.util.spec_from_file_location("agreement", _FILE)
+    spec = importlib.util.spec_from_file_location(name, _FILE.with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
-    sys.modules["agreement"] = module  # its dataclasses look their module up
+    sys.modules[name] = module  # its dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -181,3 +189,16 @@ def test_every_family_agrees(agreement):
         if abs(of_peak) > 0.01 or abs(of_worst) > 0.02 or not same:
             apart.append(f"{point}: peak {of_peak:+.2%}, {worst} {of_worst:+.2%}")
     assert apart == []
+
+
+def test_what_stands_for_unsloths_functions_keeps_and_allocates_what_they_did():
+    """benchmarks/unsloth_functions.py ran the originals and wrote down what they took."""
+    import json
+
+    import dpofit.trace.unsloth
+
+    benchmark = _benchmark("unsloth_functions")
+    document = json.loads(benchmark.RESULTS.read_text(encoding="utf-8"))
+    assert document["unsloth"] == "2026.10.9"
+    ours = {name: benchmark.measured(make) for name, make in benchmark.cases(dpofit.trace.unsloth).items()}
+    assert ours == document["functions"]
