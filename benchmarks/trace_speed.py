@@ -1,9 +1,12 @@
-"""How long `dpofit predict --trace` takes: the training stack's imports, the trace of few layers, of every layer.
+"""How long `dpofit predict --trace` takes, and where it goes: with DeepSpeed's real engine, and without DeepSpeed.
 
     python benchmarks/trace_speed.py [--json benchmarks/results/trace-speed.json] [--whole] [RECIPE...]
 
-Needs the training stack. Each figure is of a fresh process. `cpu_s` is what it and its fork computed, `wall_s` what a
-person waits: on a busy machine only the first says much. `--whole` traces the whole depth too.
+Needs the training stack. Each figure is of a fresh process: the whole `command`; the training stack's imports and the
+trace of `few_layers` (two traces side by side, and what they prove about the whole depth); the deeper of the two alone,
+`split` in building the models, making the trainer (and DeepSpeed's engines), and each step. `cpu_s` is what the process
+and its fork computed, `wall_s` what a person waits: on a busy machine only the first says much. `--whole` traces the
+whole depth too.
 """
 
 from __future__ import annotations
@@ -16,12 +19,19 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import speed_document
 
-RECIPES = ["qwen2.5-72b-dpo/full-z3", "qwen2.5-72b-dpo/lora-z3", "qwen2.5-7b-dpo/lora-1gpu"]
+from dpofit.plan import JobFlags, plan_job
+from dpofit.trace.job import collector_off, program_of, request_of
+from dpofit.trace.request import TraceRequest
+
+RECIPES = ["qwen2.5-72b-dpo/full-z3", "qwen2.5-72b-dpo/qlora-ddp", "qwen2.5-7b-dpo/lora-1gpu"]
 MAIN = "from dpofit.cli.app import main; main()"
 
 
@@ -43,27 +53,64 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def parts(recipe: str, whole: bool) -> dict[str, object]:
-    """Times of one trace inside this process."""
-    from dpofit.plan import JobFlags, plan_job
-    from dpofit.trace.job import collector_off, program_of, request_of
+def few_layers(request: TraceRequest) -> dict[str, object]:
+    """The trace that `predict --trace` makes, as a program."""
+    from dpofit.trace.extrapolate import trace_deep
 
+    clock = Clock()
+    traced = trace_deep(request)
+    program_of(traced.recorder, request)
+    return {"trace": clock.read(), "events": len(traced.recorder.marks), "how": traced.substitutions[-1]}
+
+
+def every_layer(request: TraceRequest) -> dict[str, object]:
+    """The trace of the whole depth, as a program."""
+    from dpofit.trace.step import trace_step
+
+    clock = Clock()
+    traced = trace_step(request)
+    program_of(traced.recorder, request)
+    return {"trace": clock.read(), "events": len(traced.recorder.marks)}
+
+
+def split(request: TraceRequest) -> dict[str, object]:
+    """The deeper of the two shallow traces alone, or that of the whole depth where there are none."""
+    from dpofit.trace import step
+    from dpofit.trace.shallow import shallow_layers
+
+    few = shallow_layers(request)
+    layers = request.layers if few is None else min(few + 1, request.layers)
+    make_trainer, clock, found = step.make_trainer, Clock(), {}
+
+    def made(*args: Any) -> Any:
+        found["build"] = clock.read()
+        trainer = make_trainer(*args)
+        found["trainer"] = clock.read()
+        return trainer
+
+    with mock.patch.object(step, "make_trainer", made):
+        traced = step.trace_step(
+            replace(request, layers=layers), stepped=lambda: found.update({f"step_{len(found) - 1}": clock.read()})
+        )
+    return {"layers": layers, "operations": traced.recorder.ops, **found}
+
+
+PARTS = {part.__name__: part for part in (few_layers, every_layer, split)}
+
+
+def run_part(recipe: str, part: str) -> dict[str, object]:
+    """The part of one trace inside this process, and the imports before it."""
     request = request_of(plan_job(recipe, [], JobFlags()).job)
     with redirect_stdout(StringIO()), collector_off():
         clock = Clock()
         from dpofit.trace.imports import import_deepspeed, import_training_stack
 
         os.environ["DS_ACCELERATOR"] = "cpu"
-        import_training_stack()
-        import_deepspeed()
-        from dpofit.trace.extrapolate import trace_deep
-        from dpofit.trace.step import trace_step
-
+        import_training_stack(request)
+        if request.deepspeed:
+            import_deepspeed()
         imports = clock.read()
-        traced = trace_step(request) if whole else trace_deep(request)
-        program_of(traced.recorder, request)
-        trace = clock.read()
-        return {"imports": imports, "trace": trace, "layers": request.layers, "events": len(traced.recorder.marks)}
+        return {"imports": imports, **PARTS[part](request)}
 
 
 def _command(recipe: str) -> dict[str, float]:
@@ -76,8 +123,8 @@ def _command(recipe: str) -> dict[str, float]:
     return clock.read()
 
 
-def _in_process(recipe: str, whole: bool) -> dict[str, object]:
-    command = [sys.executable, __file__, "--parts", recipe, *(["--whole"] if whole else [])]
+def _in_process(recipe: str, part: str) -> dict[str, object]:
+    command = [sys.executable, __file__, "--part", part, recipe]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)  # type: ignore[no-any-return]
 
 
@@ -86,17 +133,18 @@ def main() -> None:
     parser.add_argument("recipes", nargs="*", default=RECIPES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--parts", help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.parts:
-        print(json.dumps(parts(options.parts, options.whole)))
+    if options.part:
+        print(json.dumps(run_part(options.recipes[0], options.part)))
         return
-    rows = {}
+    rows: dict[str, dict[str, object]] = {}
     for recipe in options.recipes:
-        rows[recipe] = {"command": _command(recipe), "few_layers": _in_process(recipe, whole=False)}
-        if options.whole:
-            rows[recipe]["every_layer"] = _in_process(recipe, whole=True)
-        print(recipe, json.dumps(rows[recipe]))
+        rows[recipe] = {"command": _command(recipe)}
+        for part in PARTS:
+            if options.whole or part != "every_layer":
+                rows[recipe][part] = _in_process(recipe, part)
+        print(recipe, json.dumps(rows[recipe], indent=2))
     if options.json:
         speed_document.write(options.json, recipes=rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from unittest import mock
 
 import torch
 
+from dpofit.trace.request import TraceRequest
+
 _PLOTS = ("matplotlib", "matplotlib.figure", "matplotlib.pyplot")  # llamafactory/extras/ploting.py
 _DETECTORS = ("scipy.optimize",)  # transformers/loss: an assignment in the losses of object detectors
 _JUDGES = ("huggingface_hub.inference._client",)  # trl/trainer/judges.py: a client of remote judges
@@ -23,15 +26,23 @@ _COMPILERS = (  # deepspeed/compile
 )  # fmt: skip
 
 
-def import_training_stack(stage: str = "") -> None:
-    """LLaMA-Factory first: importing it mends what trl 0.24 misreads of transformers 5; then the trainer of `stage`."""
+def import_training_stack(request: TraceRequest | None = None) -> None:
+    """LLaMA-Factory first: importing it mends what trl 0.24 misreads of transformers 5; then what `request` needs."""
     with _later(*_PLOTS, *_DETECTORS, *_JUDGES):
         import llamafactory.train.tuner  # noqa: F401
 
-        if stage:
-            importlib.import_module(f"llamafactory.train.{stage}.trainer")
-
+        if request is not None:
+            importlib.import_module(f"llamafactory.train.{request.stage}.trainer")
+    if request is not None and request.finetuning == "lora":
+        _import_bitsandbytes()
     logging.getLogger("llamafactory").setLevel(logging.WARNING)
+
+
+def _import_bitsandbytes() -> None:
+    """PEFT does with the first adapter, where it is installed; it compiles functions where it defines them."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        with mock.patch.object(torch, "compile", _compiled_later):
+            import bitsandbytes  # noqa: F401
 
 
 def import_deepspeed() -> None:

@@ -58,7 +58,7 @@ def trace_shallow(request: TraceRequest, layers: int) -> tuple[Shallow, Shallow]
     """`layers` and one more, side by side where a second core can take one."""
     if not _may_fork():
         return _trace(request, layers), _trace(request, layers + 1)
-    import_training_stack(request.stage)
+    import_training_stack(request)
     if request.deepspeed:
         with process_group(request.rank, request.world_size, Recorder()):
             pass  # imports DeepSpeed, once for both

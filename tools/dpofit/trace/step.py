@@ -52,7 +52,7 @@ def trace_step(
     linear: Any = zero.memory_efficient_linear() if stage == 3 else nullcontext()
     semantics: Any = cuda_semantics(request) if request.cuda else nullcontext([])
     pieces = long_context.pieces(request, recorder.repin)
-    import_training_stack(request.stage)
+    import_training_stack(request)
     # DeepSpeed asks torch's compiler for Triton when it is imported: before one stands in for it. The group imports it;
     # so does accelerate, to look at the policy that is to score the reference's cache.
     if "cached_reference" in request.long_context:
