@@ -3,7 +3,8 @@
 usage: parse_with_llamafactory.py PORT {"FILE": WORLD_SIZE, …}; run from the folder that holds deepspeed/.
 
 A machine without GPUs, one rank standing for all: gloo instead of NCCL, DeepSpeed's CPU accelerator, and transformers
-is told that the hardware does bf16; DeepSpeed's own shared-memory collectives stay off. Nothing else is replaced.
+is told that the hardware does bf16; DeepSpeed's own shared-memory collectives stay off; unsloth, which wants a virtual
+environment of its own (requirements-unsloth.txt), counts as installed. Nothing else is replaced.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ def main() -> None:
     files = json.loads(sys.argv[2])
     with contextlib.redirect_stdout(sys.stderr):  # libraries print; stdout is for the answer
         import deepspeed.ops
+        import llamafactory.hparams.parser
         import torch.distributed
         import transformers.training_args
 
         # Else DeepSpeed compiles its shared-memory collectives first, and waits for whoever else does.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
+        check = llamafactory.hparams.parser.check_version
+        llamafactory.hparams.parser.check_version = lambda requirement, mandatory=False: (
+            requirement == "unsloth" or check(requirement, mandatory)
+        )
         torch.distributed.init_process_group("gloo")
         transformers.training_args.is_torch_bf16_gpu_available = lambda: True
         parsed = {file: parse(Path(file), world_size) for file, world_size in files.items()}
