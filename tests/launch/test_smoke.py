@@ -21,18 +21,18 @@ from tests.launch.runs import dpofit, environment, write_run
 
 pytestmark = pytest.mark.stack
 
-# One of each class; LoRA, under DDP, is the run of one's own YAML below. --all runs every recipe of the catalogue.
+# One of each class; LoRA under DDP is the run of one's own YAML below. --all runs every recipe of the catalogue.
 CLASSES = {
     "full, ZeRO-3": ("qwen2.5-72b-dpo/full-z3",),
     "offload, unsloth gc, Liger": ("qwen2.5-72b-dpo/full-z3-offload-liger-unsloth-gc",),
     "ZeRO-2": ("qwen2.5-7b-dpo/full-z2",),
     "every long-context piece": ("qwen2.5-72b-dpo/lora-long",),
-    "QLoRA": ("qwen2.5-7b-dpo/qlora-1gpu",),
-    "one GPU, no reference": ("qwen2.5-7b-dpo/lora-1gpu", "pref_loss=orpo"),
+    "QLoRA, one GPU, no reference": ("qwen2.5-7b-dpo/qlora-1gpu", "pref_loss=orpo"),
 }
 if os.environ.get("DPOFIT_TEST_ALL"):
     CLASSES |= {file.full_name: (file.full_name,) for file in recipe_files()}
     CLASSES |= {
+        "one GPU, no reference": ("qwen2.5-7b-dpo/lora-1gpu", "pref_loss=orpo"),
         "simpo": ("qwen2.5-7b-dpo/lora-ddp", "pref_loss=simpo"),
         "sft": ("qwen2.5-7b-dpo/full-z2", "stage=sft"),
         "kto": ("qwen2.5-7b-dpo/lora-ddp", "stage=kto"),
