@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -28,10 +28,11 @@ _REST = {"do_train": True, "dataset": "identity", "template": "default", "output
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A job, and the shorter batches the run had beside it (empty: none, as in a benchmark of one length)."""
+    """A job, and the shorter batches the run had beside it (none, where a benchmark has one length), in each order they
+    may have come in."""
 
     job: Job
-    mix: tuple[Lengths, ...]
+    mixes: tuple[tuple[Lengths, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,13 @@ def planned(spec: Mapping[str, Any]) -> PlannedJob:
         find_gpu(spec["gpu"]), spec["nodes"], spec["gpus_per_node"], None if host is None else int(host * GIB)
     )
     lengths = _lengths(spec["tokens"], stage, spec["padding"])
-    mix = tuple(_lengths(tokens, stage, spec["padding"]) for tokens in spec.get("mix_tokens", ()))
-    return PlannedJob(Job(recipe, model, cluster, lengths, replace(PINNED, **spec["stack"])), mix)
+    mix = [_lengths(tokens, stage, spec["padding"]) for tokens in spec.get("mix_tokens", ())]
+    return PlannedJob(Job(recipe, model, cluster, lengths, replace(PINNED, **spec["stack"])), _orders(mix))
+
+
+def _orders(mix: Sequence[Lengths]) -> tuple[tuple[Lengths, ...], ...]:
+    """Of a mix no order is known, and which rows come early decides how much is reserved: every other stands first."""
+    return tuple((*mix[start:], *mix[:start]) for start in range(0, len(mix) or 1, 2))
 
 
 def _lengths(tokens: int, stage: str, padded: bool) -> Lengths:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from score_cases import Measured, PlannedJob, Verdicted, planned
 
@@ -17,7 +18,7 @@ _BEFORE_STEP = ("forward", "reference_forward", "loss", "backward", "accumulate"
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A measured row and its prediction, in bytes."""
+    """A measured row and its prediction, in bytes: the mean of the orders that its rows may have come in."""
 
     case: Measured
     predicted: int
@@ -86,15 +87,22 @@ def score_measured(cases: Iterable[Measured]) -> tuple[list[Scored], list[Scored
             left.append(NotScored(case.group, case.name, case.excluded))
             continue
         job = planned(case.job)
-        prediction = predict(job.job, job.mix)
-        gpu = prediction.gpu
+        predictions = [predict(job.job, mix) for mix in job.mixes]
         if case.kind == "longest":
-            lengths.append(
-                ScoredLength(case, prediction.gpu_verdict, gpu.low_bytes, gpu.high_bytes, gpu.capacity_bytes)
-            )
+            (only,) = predictions
+            gpu = only.gpu
+            lengths.append(ScoredLength(case, only.gpu_verdict, gpu.low_bytes, gpu.high_bytes, gpu.capacity_bytes))
             continue
-        predicted = _like_for_like(case, prediction)
-        rows.append(Scored(case, predicted, _residual(case, prediction, predicted), gpu.low_bytes, gpu.high_bytes, job))
+        rows.append(
+            Scored(
+                case,
+                round(fmean(_like_for_like(case, one) for one in predictions)),
+                fmean(_residual(case, one) for one in predictions),
+                min(one.gpu.low_bytes for one in predictions),
+                max(one.gpu.high_bytes for one in predictions),
+                job,
+            )
+        )
     return rows, lengths, left
 
 
@@ -107,10 +115,10 @@ def _like_for_like(case: Measured, prediction: Prediction) -> int:
     return {"allocated": gpu.allocated_bytes, "reserved": gpu.reserved.peak_bytes, "nvml": gpu.peak_bytes}[case.kind]
 
 
-def _residual(case: Measured, prediction: Prediction, predicted: int) -> float:
+def _residual(case: Measured, prediction: Prediction) -> float:
     """NVML less context and communicators is held against reserved bytes, as `high` is made."""
     if case.kind != "nvml":
-        return case.value / predicted - 1
+        return case.value / _like_for_like(case, prediction) - 1
     gpu = prediction.gpu
     return (case.value - gpu.overhead.total_bytes) / gpu.reserved.peak_bytes - 1
 

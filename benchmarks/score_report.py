@@ -104,11 +104,8 @@ def _goals(board: Scoreboard) -> str:
         return table
     names = ", ".join(f"{row.case.name} ({_percent(row.error)})" for row in missed)
     return table + (
-        f"\n\nOff by more than 10 %: {names}. Their code is not that modelled, and their lengths or tool are not"
-        " stated:"
-        " ms-swift's rows have a mean and a deviation only, and the longest row is replayed last, which fragments most;"
-        " Qwen 1's README names neither tool nor unit; SimPO's figure is as a user said it. No constant was fitted to"
-        " them."
+        f"\n\nOff by more than 10 %: {names}. Qwen 1's README names neither tool nor unit, and its code is not that"
+        " modelled. No constant was fitted to them."
     )
 
 
