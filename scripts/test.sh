@@ -23,4 +23,6 @@ if [ -n "${DPOFIT_TEST_ALL:-}" ]; then
   reports=$(mktemp -d)
   trap 'python benchmarks/tests_all.py "$reports"/*.xml >benchmarks/results/tests-all.json; rm -r "$reports"' EXIT
 fi
-pytest -n 2 --dist loadfile ${reports:+--junitxml="$reports/all.xml"} tests
+# Long files first, so that no worker ends with one of them alone: those that start ranks, then the tracer.
+first=(tests/launch tests/guard tests/longdpo tests/trace)
+pytest -n 2 --dist loadfile --no-loadscope-reorder ${reports:+--junitxml="$reports/all.xml"} "${first[@]}" tests
