@@ -85,3 +85,10 @@ def test_a_step_takes_more_than_unsloth_would_free_by_moving_the_embedding(name,
     activations = tokens * model.hidden_size * 48 + min(tokens, 2048) * model.vocab_size * 4
     kept_free = (activations + planned.trained_parameters * 16) * 17 // 16 + 2**28
     assert step > kept_free + model.embedding_parameters * 2
+
+
+def test_a_note_says_how_its_layers_are_taken():
+    from dpofit.memory.notes import prediction_notes
+
+    notes = {note.id: note.text for note in prediction_notes(predict(job(tiny(), **UNSLOTH)), mix_given=True)}
+    assert "uncompiled" in notes["unsloth-on-the-gpu"] and "checkpoints stay on the GPU" in notes["unsloth-on-the-gpu"]

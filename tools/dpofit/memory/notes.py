@@ -67,6 +67,9 @@ def prediction_notes(prediction: Prediction, mix_given: bool) -> list[Note]:
     if job.on("cached_reference"):
         text = "The reference's log-probs are computed before step 1 and kept in output_dir: 20 bytes a row of data."
         note("reference-cached", text)
+    if recipe.use_unsloth:
+        text = "unsloth's layers as they run uncompiled, attention by torch; checkpoints stay on the GPU all the same."
+        note("unsloth-on-the-gpu", text)
     if recipe.use_unsloth_gc and recipe.gradient_checkpointing:
         text = (
             f"unsloth gc takes checkpoints off the GPU into pinned host blocks, rounded to powers of two and never "
