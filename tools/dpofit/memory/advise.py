@@ -10,7 +10,7 @@ from dpofit.errors import BadInput
 from dpofit.memory.job import Job, Lengths
 from dpofit.memory.levers import KINDS, Change, length_lever, levers, loss_lever, nodes_lever, pieces_lever
 from dpofit.memory.limits import longest_prompt
-from dpofit.memory.predict import Prediction, default_mix, predict
+from dpofit.memory.predict import Prediction, default_mix, fitting_prediction
 from dpofit.memory.screen import Screen, screen
 from dpofit.memory.speed import step_time
 from dpofit.recipe.long_context import PIECES
@@ -60,7 +60,7 @@ class Workbench:
     replan: Replan
     _jobs: dict[frozenset[Change], Job | None] = field(default_factory=dict)
     _screens: dict[frozenset[Change], Screen | None] = field(default_factory=dict)
-    _predictions: dict[frozenset[Change], Prediction] = field(default_factory=dict)
+    _predictions: dict[frozenset[Change], Prediction | None] = field(default_factory=dict)
 
     def changed(self, changes: Iterable[Change]) -> Job | None:
         """The job with `changes`; None when LLaMA-Factory would refuse it."""
@@ -87,9 +87,8 @@ class Workbench:
         if job is None or screened is None or not screened.may_fit:
             return None
         if key not in self._predictions:
-            self._predictions[key] = predict(job, self.mix, screened.plan)
-        found = self._predictions[key]
-        return found if found.verdict == "fits" else None
+            self._predictions[key] = fitting_prediction(job, self.mix, screened.plan)
+        return self._predictions[key]
 
 
 def advise(bench: Workbench, base: Prediction, most: int = 6) -> Advice:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dpofit.hardware.cluster import Cluster
 from dpofit.memory.disk import DiskUse, disk_use
@@ -115,21 +115,49 @@ def default_mix(job: Job) -> tuple[Lengths, ...]:
     )
 
 
+class _Run(NamedTuple):
+    """A job's program, the shorter batches before it, and what all of it would reserve with nothing bounding it."""
+
+    job: Job
+    mix: tuple[Lengths, ...]
+    program: Program
+    shorter: list[Program]
+    unbounded: Reserved
+
+
 def predict(job: Job, mix: tuple[Lengths, ...] | None = None, plan: Plan | None = None) -> Prediction:
     """Predict one job. `mix`: lengths of other batches of the run; `plan`: of the same job at another length.
 
     Raises BadInput for what is not modelled.
     """
+    return _predicted(_run(job, mix, plan))
+
+
+def fitting_prediction(job: Job, mix: tuple[Lengths, ...] | None = None, plan: Plan | None = None) -> Prediction | None:
+    """What `predict` says where that is `fits`, else None, which one replay tells. Raises as it does."""
+    run = _run(job, mix, plan)
+    if high_bytes(job, run.unbounded) > job.cluster.gpu.capacity_bytes:
+        return None
+    found = _predicted(run)
+    return found if found.verdict == "fits" else None
+
+
+def _run(job: Job, mix: tuple[Lengths, ...] | None, plan: Plan | None) -> _Run:
     check_scope(job.recipe, job.model, job.world_size)
     mix = default_mix(job) if mix is None else mix
     plan = plan or plan_steps(job)
-    program = build_program(job, plan)
-    gpu = _gpu(job, program, shorter_steps(job, plan, mix))
-    host, disk = host_peak(job, program, row_tokens(mix)), disk_use(job)
+    program, shorter = build_program(job, plan), shorter_steps(job, plan, mix)
+    return _Run(job, mix, program, shorter, wanted(job, program, shorter))
+
+
+def _predicted(run: _Run) -> Prediction:
+    job = run.job
+    gpu = _gpu(run)
+    host, disk = host_peak(job, run.program, row_tokens(run.mix)), disk_use(job)
     gpu_verdict = _verdict(gpu.low_bytes, gpu.high_bytes, gpu.capacity_bytes)
     host_verdict, disk_verdict = verdicts_beside(job, host, disk)
     verdict = _worst(gpu_verdict, host_verdict, disk_verdict)
-    return Prediction(job, verdict, gpu_verdict, host_verdict, disk_verdict, gpu, host, disk, mix)
+    return Prediction(job, verdict, gpu_verdict, host_verdict, disk_verdict, gpu, host, disk, run.mix)
 
 
 def verdicts_beside(job: Job, host: HostPeak, disk: DiskUse) -> tuple[Verdict | None, Verdict | None]:
@@ -170,15 +198,16 @@ def high_bytes(job: Job, unbounded: Reserved) -> int:
     return overhead(job).high_bytes + int(unbounded.peak_bytes * (1 + residuals_for(job.cluster).reserved[1]))
 
 
-def _gpu(job: Job, program: Program, mix: list[Program]) -> GpuPrediction:
+def _gpu(run: _Run) -> GpuPrediction:
+    job, program, unbounded = run.job, run.program, run.unbounded
     peaks = phase_peaks(program, GPU)
     peak = highest(peaks)
     beside = overhead(job)
     capacity = job.cluster.gpu.capacity_bytes
     room = max(capacity - beside.total_bytes, 1)
-    unbounded = held = wanted(job, program, mix)
+    held = unbounded
     if unbounded.peak_bytes > room:  # only then does a bound change anything
-        held = wanted(job, program, mix, room)
+        held = wanted(job, program, run.shorter, room)
     if held.out_of_memory:  # what it would have wanted, from the longest rows alone
         alone = wanted(job, program, [])
         held = replace(held, peak_bytes=max(held.peak_bytes, alone.peak_bytes), phases=alone.phases)

@@ -11,7 +11,7 @@ from dpofit.memory.host import host_peak
 from dpofit.memory.job import Job, Lengths
 from dpofit.memory.meter import highest, phase_peaks
 from dpofit.memory.overhead import overhead
-from dpofit.memory.predict import GPU, predict, residuals
+from dpofit.memory.predict import GPU, fitting_prediction, residuals
 from dpofit.memory.step import Plan, build_program, plan_steps
 
 # could: the limit could be this cluster's. too-long: it would not run there. room-left: certainly more would run too.
@@ -141,7 +141,7 @@ class _Ladder:
         reserved bytes are never fewer than allocated ones."""
         job = self.job(gpu, gpus, unit, more=True)
         least = overhead(job).high_bytes + int(self.needs(job).allocated_bytes * (1 + residuals().reserved[1]))
-        return least <= gpu.capacity_bytes and predict(job, plan=self.plan(job)).verdict == "fits"
+        return least <= gpu.capacity_bytes and fitting_prediction(job, plan=self.plan(job)) is not None
 
 
 def reproduce(limits: Sequence[DocumentedLimit], gpus: Sequence[Gpu]) -> list[Reproduction]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from dpofit.memory.job import Lengths
 from dpofit.memory.limits import Limit, longest_prompt
 from dpofit.memory.notes import calibration_note
-from dpofit.memory.predict import Prediction, default_mix, predict
+from dpofit.memory.predict import Prediction, default_mix, fitting_prediction, predict
 from dpofit.memory.scope import check_scope
 from dpofit.memory.screen import screen
 from dpofit.memory.speed import StepTime, step_time
@@ -70,7 +70,7 @@ def fitting(planned: Sequence[PlannedJob]) -> list[bool]:
 
 def _fits(plan: PlannedJob) -> bool:
     screened = screen(plan.job, plan.mix or default_mix(plan.job))
-    return screened.may_fit and predict(plan.job, plan.mix, screened.plan).verdict == "fits"
+    return screened.may_fit and fitting_prediction(plan.job, plan.mix, screened.plan) is not None
 
 
 def _limit_row(plan: PlannedJob) -> LimitRow:
