@@ -5,6 +5,7 @@ import pytest
 from dpofit.errors import BadInput
 from dpofit.memory.disk import disk_use
 from dpofit.memory.scope import check_scope
+from dpofit.memory.speed import step_time
 from tests.memory.jobs import job, peaks, tiny
 
 HIDDEN, VOCAB = 64, 1000
@@ -69,3 +70,11 @@ def test_names_that_no_module_has_are_refused_with_those_it_has():
     assert (attn.key, wte.key) == ("freeze_trainable_modules", "freeze_extra_modules")
     assert "attn" in attn.wrong and "self_attn" in attn.right
     assert "embed_tokens, norm, lm_head" in wte.right
+
+
+def test_only_layers_that_train_are_recomputed():
+    def recomputing(layers: int) -> float:
+        kept, again = (freeze(freeze_layers=layers, gradient_checkpointing=on) for on in (False, True))
+        return step_time(again).compute_s - step_time(kept).compute_s
+
+    assert recomputing(1) == pytest.approx(recomputing(4) / 4)

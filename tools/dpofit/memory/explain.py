@@ -77,7 +77,7 @@ def _gpu_sum(job: Job, name: str, size_bytes: int, phase: str) -> str:
         rows = f"{spec.rows} rows x {spec.tokens_per_row:,} tokens x {model.hidden_size:,}"
         if job.on("offload_checkpoints"):
             return f"inputs of the layers in hand, each {rows} x {spec.residual_bytes} B; the others are on the host"
-        return f"{model.layers} layers x {rows} x {spec.residual_bytes} B, and the layer input in hand"
+        return f"{job.checkpointed_layers} layers x {rows} x {spec.residual_bytes} B, and the layer input in hand"
     if name == "logits":
         one = spec.tokens * model.vocab_size * FP32
         if job.on("answer_logps"):

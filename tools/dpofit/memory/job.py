@@ -107,6 +107,11 @@ class Job:
         return bands(self.trained, self.adapters, self.recipe.gradient_checkpointing)
 
     @property
+    def checkpointed_layers(self) -> int:
+        """LLaMA-Factory checkpoints only layers that train something (checkpointing.py:79-101)."""
+        return sum(band.count for band in self.bands if band.checkpointed)
+
+    @property
     def tied_embeddings(self) -> bool:
         """The head computes with the embedding's weight; whole modules beside adapters are copies, which untie them."""
         apart = self.adapters and self.trained.outside & {"embed_tokens", "lm_head"}

@@ -50,7 +50,7 @@ def step_time(job: Job) -> StepTime:
     forward = layers + head
     own = job.own_trained_parameters / job.model.parameters  # frozen weights need no gradient of their own
     backward = forward * (1.1 + 0.9 * own)
-    recompute = (layers if recipe.gradient_checkpointing else 0) + (head if answers else 0)
+    recompute = layers * job.checkpointed_layers / model.layers + (head if answers else 0)
     forwards = job.passes * (1 + reference_forwards(job))  # KTO's second forwards too
     flops = micro * (forward * forwards + backward + recompute)
     rate = (gpu.bf16_tflops or ASSUMED_TFLOPS) * 1e12 * EFFICIENCY
@@ -85,7 +85,7 @@ def reference_forwards(job: Job) -> float:
 
 
 def _checkpoint_bytes(job: Job, micro: int, tokens: int) -> float:
-    return micro * 2 * job.model.layers * tokens * job.model.hidden_size * BF16
+    return micro * 2 * job.checkpointed_layers * tokens * job.model.hidden_size * BF16
 
 
 def _collective_bytes(job: Job, micro: int) -> float:
