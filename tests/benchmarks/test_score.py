@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import score
-from score_cases import CASES, measured_cases, verdict_cases
+from score_cases import CASES, measured_cases, planned, verdict_cases
 from score_evaluate import calibrated, calibrates
 from score_report import document
 
@@ -52,6 +52,15 @@ def test_a_scoring_row_changes_no_residual(board) -> None:
     scoring = next(row for row in board.rows if row.case.half == "scoring" and row.case.known_code)
     assert not calibrates(scoring.case)
     assert calibrates(replace(scoring.case, name=used[0].case.name))
+
+
+def test_a_mix_whose_order_is_not_known_is_taken_in_six() -> None:
+    jobs = {case.name: case.job for case in measured_cases() if case.job is not None}
+    orders = planned(jobs["swift-bench-qwen-7b-chat-lora-t4096-b1"]).mixes
+    assert len(set(orders)) == 6
+    rows = {tuple(sorted(lengths.row_tokens for lengths in order)) for order in orders}
+    assert len(rows) == 1 and len(rows.pop()) == 12
+    assert planned(jobs["qwen1-qwen-7b-lora-t256"]).mixes == ((),)
 
 
 def test_the_page_says_which_goals_are_met(board) -> None:
