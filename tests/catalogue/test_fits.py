@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import jsonschema
 import pytest
 
 from dpofit.recipe.cards import CatalogueEntry, all_recipes, pieces_of, read_presets
+from tests.cli.schema import PREDICT
 
 Run = Callable[..., tuple[int, str, str]]
 NOT_MEANT_TO_FIT = {"full-z3-no-gc"}  # shows what gradient checkpointing buys
@@ -17,6 +19,7 @@ NOT_MEANT_TO_FIT = {"full-z3-no-gc"}  # shows what gradient checkpointing buys
 def test_a_recipe_fits_the_cluster_it_is_written_for(entry: CatalogueEntry, dpofit: Run) -> None:
     code, out, _ = dpofit("predict", f"{entry.file.family}/{entry.file.name}", "--json")
     prediction = json.loads(out)
+    jsonschema.validate(prediction, PREDICT)
     assert prediction["job"]["world_size"] == entry.card.hardware.world_size
     answers = 2 if pieces_of(entry.card, read_presets()) else 1  # a shared row holds both
     row = entry.card.prompt_tokens + answers * entry.card.response_tokens

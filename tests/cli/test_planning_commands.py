@@ -7,31 +7,8 @@ import json
 import jsonschema
 import pytest
 
-from dpofit.memory.program import PHASES
-from dpofit.recipe.catalogue import newest, recipe_files
-from tests.cli.schema import INTEGER, MAYBE_INTEGER, MAYBE_VERDICT, NUMBER, TEXT, VERDICT, fields
+from tests.cli.schema import INTEGER, MAYBE_INTEGER, NUMBER, PREDICT, TEXT, VERDICT, fields
 
-# tests/catalogue/test_fits.py predicts every recipe; here the families the project began with
-NAMES = [file.full_name for file in newest(recipe_files()) if file.family.startswith("qwen2.5-7")]
-PREDICT = fields(
-    schema={"const": "dpofit.predict/1"},
-    verdict=VERDICT,
-    verdict_by=fields(gpu=VERDICT, host=MAYBE_VERDICT, disk=MAYBE_VERDICT),
-    gpu=fields(
-        capacity_bytes=INTEGER, peak_bytes=INTEGER, low_bytes=INTEGER, high_bytes=INTEGER, allocated_bytes=INTEGER,
-        reserved_bytes=INTEGER, reserved_without_expandable_bytes=INTEGER, retries_per_step=NUMBER,
-        context_bytes=INTEGER, peak_phase={"enum": list(PHASES)},
-        phases={"additionalProperties": fields(allocated_bytes=INTEGER, reserved_bytes=MAYBE_INTEGER),
-                "propertyNames": {"enum": list(PHASES)}},
-        breakdown_at_peak={"additionalProperties": INTEGER},
-    ),
-    host=fields(capacity_bytes=MAYBE_INTEGER, peak_bytes=INTEGER, low_bytes=INTEGER, high_bytes=INTEGER,
-                peak_phase=TEXT, pinned_bytes=INTEGER, breakdown_at_peak={"additionalProperties": INTEGER}),
-    disk=fields(capacity_bytes=MAYBE_INTEGER, checkpoint_bytes=INTEGER, total_bytes=INTEGER),
-    job=fields(model=TEXT, method=TEXT, finetuning=TEXT, world_size=INTEGER, rows=INTEGER, tokens_per_row=INTEGER),
-    stack=fields(llamafactory=TEXT, transformers=TEXT, torch=TEXT, deepspeed=TEXT),
-    notes={"type": "array", "items": fields(id=TEXT, text=TEXT)},
-)  # fmt: skip
 LIMIT = fields(
     recipe=TEXT, longest_prompt_tokens=MAYBE_INTEGER, response_tokens=INTEGER, cutoff_len=MAYBE_INTEGER,
     binding={"enum": ["gpu", "host", "disk", "none"]},
@@ -64,13 +41,6 @@ def mine(tmp_path):
     path.parent.mkdir()
     path.write_text(MINE, encoding="utf-8")
     return path
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_of_the_catalogue_is_predicted(dpofit, name):
-    ran = dpofit("predict", name, "--json")
-    jsonschema.validate(ran.json, PREDICT)
-    assert ran.exit_code == (1 if ran.json["verdict"] == "oom" else 0)
 
 
 def test_a_recipe_of_ones_own_with_spaces_in_its_path(dpofit, mine):
