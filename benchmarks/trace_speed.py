@@ -107,7 +107,7 @@ def run_part(recipe: str, part: str) -> dict[str, object]:
 
         os.environ["DS_ACCELERATOR"] = "cpu"
         import_training_stack(request)
-        if request.deepspeed:
+        if request.deepspeed:  # else it has come where it is needed
             import_deepspeed()
         imports = clock.read()
         return {"imports": imports, **PARTS[part](request)}

@@ -33,13 +33,16 @@ def import_training_stack(request: TraceRequest | None = None) -> None:
 
         if request is not None:
             importlib.import_module(f"llamafactory.train.{request.stage}.trainer")
-    if request is not None and request.finetuning == "lora":
-        _import_bitsandbytes()
+            if request.finetuning == "lora" or "offload_optimizer" in request.deepspeed.get("zero_optimization", {}):
+                _import_bitsandbytes()
+            if not request.deepspeed and (request.finetuning == "lora" or "cached_reference" in request.long_context):
+                import_deepspeed()  # accelerate does, to see whether the policy that is to score is an engine
     logging.getLogger("llamafactory").setLevel(logging.WARNING)
 
 
 def _import_bitsandbytes() -> None:
-    """PEFT does with the first adapter, where it is installed; it compiles functions where it defines them."""
+    """PEFT does with the first adapter, accelerate to offload an optimizer, where it is installed. Here, not amid a
+    trace, which would see its tables; and it compiles functions where it defines them."""
     if importlib.util.find_spec("bitsandbytes") is not None:
         with mock.patch.object(torch, "compile", _compiled_later):
             import bitsandbytes  # noqa: F401

@@ -53,10 +53,7 @@ def trace_step(
     semantics: Any = cuda_semantics(request) if request.cuda else nullcontext([])
     pieces = long_context.pieces(request, recorder.repin)
     import_training_stack(request)
-    # DeepSpeed asks torch's compiler for Triton when it is imported: before one stands in for it. The group imports it;
-    # so does accelerate, to look at the policy that is to score the reference's cache.
-    if "cached_reference" in request.long_context:
-        import deepspeed  # noqa: F401
+    # The group first: DeepSpeed asks torch's compiler for Triton when it is imported, before one stands in for it.
     with group, semantics as done, pieces as more, linear, _cuda_is_the_stand_in(), _no_collector():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         fake.cache_enabled = False  # Memo remembers

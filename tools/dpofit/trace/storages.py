@@ -180,12 +180,20 @@ def _deepspeed_function() -> str:
 Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]
 
 
-def _flops(func: Any) -> Any:
-    """What counts an operation's FLOPs. torch 2.13.0's take an `out_dtype` (addmm.dtype_out) for another shape."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is None or not func._overloadname.startswith("dtype"):
-        return count
-    return lambda *args, **kwargs: count(*(one for one in args if not isinstance(one, torch.dtype)), **kwargs)
+def _flops(func: Any) -> Callable[..., int] | None:
+    """What counts an operation's FLOPs: torch's, asked once for the same shapes, its way to which is a long one. Those
+    of torch 2.13.0 take an `out_dtype` (addmm.dtype_out) for another shape."""
+    count: Any = flop_registry.get(func._overloadpacket)
+    known: dict[tuple[Any, ...], int] = {}
+
+    def counted(*args: Any, **kwargs: Any) -> int:
+        told = [one for one in args if not isinstance(one, torch.dtype)]
+        shapes = tuple(one.shape if isinstance(one, torch.Tensor) else str(one) for one in told)
+        if shapes not in known:
+            known[shapes] = count(*told, **kwargs)
+        return known[shapes]
+
+    return None if count is None else counted
 
 
 @dataclass(frozen=True, slots=True)
