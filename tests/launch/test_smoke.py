@@ -111,6 +111,23 @@ def test_qlora_without_bitsandbytes_is_refused_by_name(tmp_path: Path) -> None:
         smoke_plan(read.recipe, None, tmp_path, gpus=0, bitsandbytes=False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["finetuning_type=full", "use_badam=true"], "a checkpoint of BAdam holds neither whose turn it is nor"),
+        (["save_only_model=true"], "save_only_model keeps no optimizer states"),
+        ([], None),
+    ],
+)
+def test_checkpoints_that_no_run_can_go_on_from_are_named(
+    arguments: list[str], why: str | None, tmp_path: Path
+) -> None:
+    read = read_recipe("qwen2.5-7b-dpo/lora-1gpu", arguments)
+    assert read.recipe is not None
+    no_resume = smoke_plan(read.recipe, None, tmp_path, gpus=0, bitsandbytes=False).no_resume
+    assert no_resume is None if why is None else (no_resume or "").startswith(why)
+
+
 def test_without_the_training_stack_it_says_how_to_get_it(tmp_path: Path) -> None:
     hidden = "import sys; sys.modules['torch'] = None; from dpofit.cli.app import main; main()"
     command = [sys.executable, "-c", hidden, "launch", "qwen2.5-7b-dpo/full-z3", "--smoke"]

@@ -94,13 +94,13 @@ def smoke(
 
         outcome = run("train", ())
         checks = _train_checks(folder, plan)
-        if outcome.ok and plan.resumes:
+        if outcome.ok and plan.no_resume is None:
             checkpoint = folder / "output" / f"checkpoint-{SAVE_STEPS}"
             resumed = folder / "resumed"
             outcome = run("resume", (f"resume_from_checkpoint={checkpoint}", f"output_dir={resumed}"))
             checks += _resume_checks(folder, gpus)
-        elif not plan.resumes:
-            checks.append(Check("resume", None, "bit for bit", "save_only_model keeps no optimizer states"))
+        elif plan.no_resume is not None:
+            checks.append(Check("resume", None, "bit for bit", plan.no_resume))
         kept = None
         if not outcome.ok or any(check.ok is False for check in checks):
             kept = Path(tempfile.mkstemp(prefix="dpofit-smoke-", suffix=".log")[1]) if keep is None else log

@@ -37,14 +37,15 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True)
 class SmokePlan:
-    """The settings of a smoke run, what was replaced, and the first loss (None where no value is known)."""
+    """The settings of a smoke run, what was replaced, the first loss (None where no value is known), why no run can
+    go on from its checkpoints (None where one can)."""
 
     settings: Mapping[str, Any]
     replaced: tuple[Replacement, ...]
     first_loss: float | None
     first_loss_why: str
     head_scale: float
-    resumes: bool
+    no_resume: str | None
 
 
 def smoke_plan(
@@ -116,7 +117,15 @@ def smoke_plan(
     if config is not None:
         settings["deepspeed"] = config
     loss, why, head_scale = first_loss(recipe)
-    return SmokePlan(settings, tuple(replaced), loss, why, head_scale, not recipe.save_only_model)
+    return SmokePlan(settings, tuple(replaced), loss, why, head_scale, _no_resume(recipe))
+
+
+def _no_resume(recipe: Recipe) -> str | None:
+    if recipe.save_only_model:
+        return "save_only_model keeps no optimizer states"
+    if recipe.badam is not None:  # badam 1.4 block_optim.py:93, 209: its state is the optimizer's of one turn
+        return "a checkpoint of BAdam holds neither whose turn it is nor the fp32 weights of the layer in training"
+    return None
 
 
 def first_loss(recipe: Recipe) -> tuple[float | None, str, float]:
@@ -164,7 +173,7 @@ def _refuse(recipe: Recipe, gpus: int, bitsandbytes: bool) -> None:
         wrong = "needs bitsandbytes, which is not installed here"
         right = "Install it, or smoke-launch with quantization_bit=null to check everything else."
         problems.append(Problem(where, "quantization_bit", wrong, right))
-    for key in ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_kt", "use_mca"):
+    for key in ("use_galore", "use_apollo", "use_adam_mini", "use_muon", "use_kt", "use_mca"):
         if gpus == 0 and recipe.settings.get(key):
             problems.append(Problem(where, key, "has no CPU equivalent here", f"Smoke-launch with {key}=false."))
     if gpus == 0 and recipe.settings.get("fsdp"):
