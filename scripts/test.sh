@@ -23,6 +23,5 @@ if [ -n "${DPOFIT_TEST_ALL:-}" ]; then
   reports=$(mktemp -d)
   trap 'python benchmarks/tests_all.py "$reports"/*.xml >benchmarks/results/tests-all.json; rm -r "$reports"' EXIT
 fi
-# Long files first, so that no worker ends with one of them alone: those that start ranks, then the tracer.
-first=(tests/launch tests/guard tests/longdpo tests/trace)
-pytest -n 2 --dist loadfile --no-loadscope-reorder ${reports:+--junitxml="$reports/all.xml"} "${first[@]}" tests
+# In the order of the folders: by their number of tests, the longest files, which have few, would come last.
+pytest -n 2 --dist loadfile --no-loadscope-reorder ${reports:+--junitxml="$reports/all.xml"} tests
